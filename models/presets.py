@@ -1,7 +1,7 @@
 """Named models: small ones to train on a CPU, and the published shapes of open models.
 
-Every preset is a plain function; `PRESETS` gives it the name that `moesys train --preset` takes. The published
-ones follow the `config.json` that the authors released with the weights.
+Every preset is a plain function; `PRESETS` gives it the name that `moesys train --preset` takes. The
+published ones have the shapes that the authors released, and the initialisation and YaRN scale of their papers.
 """
 
 from __future__ import annotations
@@ -12,12 +12,12 @@ from moesys.models.config import ModelConfig
 
 
 def tiny_deepseek() -> ModelConfig:
-    """The default of `moesys train`: MLA, one dense layer, then 1 shared and 16 routed experts, top-4, sigmoid."""
+    """The default: MLA, a dense layer, then MoE layers of 1 shared and 16 routed experts, top-4, sigmoid."""
     return ModelConfig()
 
 
 def tiny_switch() -> ModelConfig:
-    """Switch Transformer in small: one of 8 un-gated ReLU experts, weighted by its softmax, in every second layer."""
+    """Switch Transformer in small: one of 8 un-gated ReLU experts per token, in every second layer."""
     return ModelConfig(
         attention="gqa",
         activation="relu",
@@ -57,6 +57,7 @@ def deepseek_v2_lite() -> ModelConfig:
         d_model=2048,
         num_layers=27,
         tie_embeddings=False,
+        init_std=0.006,
         num_heads=16,
         num_kv_heads=16,
         kv_lora_rank=512,
@@ -76,12 +77,13 @@ def deepseek_v2_lite() -> ModelConfig:
 
 
 def deepseek_v2() -> ModelConfig:
-    """DeepSeek-V2, 236 B parameters, 21 B active: 6 of 160 experts out of 3 of 8 groups (arXiv 2405.04434)."""
+    """DeepSeek-V2, 236 B parameters, 21 B active: 6 of 160 experts, from 3 of 8 groups (arXiv 2405.04434)."""
     return ModelConfig(
         vocab_size=102_400,
         d_model=5120,
         num_layers=60,
         tie_embeddings=False,
+        init_std=0.006,
         num_heads=128,
         num_kv_heads=128,
         q_lora_rank=1536,
@@ -90,6 +92,7 @@ def deepseek_v2() -> ModelConfig:
         qk_rope_head_dim=64,
         v_head_dim=128,
         yarn_factor=40.0,
+        yarn_mscale=0.707,
         d_ff=12_288,
         num_experts=160,
         num_shared_experts=2,
@@ -105,12 +108,13 @@ def deepseek_v2() -> ModelConfig:
 
 
 def deepseek_v3() -> ModelConfig:
-    """DeepSeek-V3, 671 B parameters, 37 B active; its MTP module is added by mtp_depth=1 (arXiv 2412.19437)."""
+    """DeepSeek-V3, 671 B parameters, 37 B active; mtp_depth=1 adds its MTP module (arXiv 2412.19437)."""
     return ModelConfig(
         vocab_size=129_280,
         d_model=7168,
         num_layers=61,
         tie_embeddings=False,
+        init_std=0.006,
         num_heads=128,
         num_kv_heads=128,
         q_lora_rank=1536,
@@ -202,7 +206,7 @@ def olmoe_1b_7b() -> ModelConfig:
 
 
 def switch_base_128() -> ModelConfig:
-    """A decoder-only model of Switch-Base's width and 128 experts, top-1 in every second layer (arXiv 2101.03961)."""
+    """Switch-Base's width and 128 experts, top-1 in every second layer, decoder-only (arXiv 2101.03961)."""
     return ModelConfig(
         vocab_size=32_128,
         d_model=768,
