@@ -17,14 +17,14 @@ class ParameterCount:
     """Those that take part for one token: total less the routed experts that the token does not choose."""
     by_part: dict[str, int]
     """total split into embedding, head (0 when tied), attention, feed_forward (dense layers), router,
-    experts (routed), shared_experts (with their gate), norms (of the residual stream), mtp (whole modules)."""
+    experts (routed), shared_experts (with their gate), norms (of the residual stream), mtp (all of it)."""
 
 
 def count_parameters(config: ModelConfig) -> ParameterCount:
     """Total and active parameters of a model.
 
     Reports differ in whether the active ones include the input embedding, which is a look-up and no product:
-    Mixtral, Qwen3 and OLMoE count it, DeepSeek does not. It is counted here; by_part["embedding"] is its size.
+    Mixtral, Qwen3 and OLMoE count it, DeepSeek does not. It is counted here; by_part["embedding"] is that.
     """
     d = config.d_model
     num_moe = len(config.moe_layer_indices)

@@ -5,18 +5,15 @@ from __future__ import annotations
 import dataclasses
 import json
 import math
-from functools import cache
-from types import MappingProxyType
 from typing import Any, Literal, get_args, get_origin, get_type_hints
 
 _NOUNS = {int: "an integer", float: "a number", str: "text in quotes", bool: "true or false"}
 
 
-@cache
-def field_types(config_class: type) -> MappingProxyType[str, Any]:
+def field_types(config_class: type) -> dict[str, Any]:
     """Name to annotation of every field of a configuration dataclass, in order."""
     hints = get_type_hints(config_class)
-    return MappingProxyType({field.name: hints[field.name] for field in dataclasses.fields(config_class)})
+    return {field.name: hints[field.name] for field in dataclasses.fields(config_class)}
 
 
 def describe(kind: Any) -> str:
@@ -78,42 +75,33 @@ class Findings:
             self.found.append((fields, f"{given}: {rule}; {mend}"))
         return holds
 
-    def at_least(self, minimum: int, names: str, why: str = "") -> bool:
+    def at_least(self, minimum: int, names: str) -> bool:
         """Each of the named numbers is at least minimum."""
-        mend = "set it to" if why == "" else f"{why}; set it to"
+        rule, mend = f"must be at least {minimum}", f"set it to {minimum} or more"
+        return all([self.require(self.value(name) >= minimum, name, rule, mend) for name in names.split()])
+
+    def not_negative(self, names: str) -> bool:
+        """Each of the named numbers is 0 or more."""
+        mend = "set it to 0 or more"
         return all(
             [
-                self.require(
-                    self.value(name) >= minimum,
-                    name,
-                    f"must be at least {minimum}",
-                    f"{mend} {minimum} or more",
-                )
+                self.require(self.value(name) >= 0, name, "must not be negative", mend)
                 for name in names.split()
             ]
         )
 
     def above_zero(self, names: str) -> bool:
         """Each of the named numbers is above 0."""
+        mend = "give a positive number"
         return all(
-            [
-                self.require(self.value(name) > 0, name, "must be above 0", "give a positive number")
-                for name in names.split()
-            ]
+            [self.require(self.value(name) > 0, name, "must be above 0", mend) for name in names.split()]
         )
 
     def within(self, low: float, high: float, names: str) -> bool:
         """Each of the named numbers lies in [low, high]."""
+        rule, mend = f"must lie between {low:g} and {high:g}", "give a number in that range"
         return all(
-            [
-                self.require(
-                    low <= self.value(name) <= high,
-                    name,
-                    f"must lie between {low:g} and {high:g}",
-                    "give a number in that range",
-                )
-                for name in names.split()
-            ]
+            [self.require(low <= self.value(name) <= high, name, rule, mend) for name in names.split()]
         )
 
     def well_typed(self) -> bool:

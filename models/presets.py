@@ -1,7 +1,7 @@
 """Named models: small ones to train on a CPU, and the published shapes of open models.
 
 Every preset is a plain function; `PRESETS` gives it the name that `moesys train --preset` takes. The
-published ones have the shapes that the authors released, and the initialisation and YaRN scale of their papers.
+published ones have the shapes that the authors released, and their papers' initialisation and YaRN scale.
 """
 
 from __future__ import annotations

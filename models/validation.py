@@ -33,12 +33,12 @@ def model_findings(config: ModelConfig, prefix: str = "") -> Findings:
 def _check_trunk(findings: Findings, config: ModelConfig) -> None:
     findings.at_least(1, "vocab_size d_model num_layers num_heads")
     findings.above_zero("norm_eps init_std")
-    findings.at_least(0, "mtp_depth")
+    findings.not_negative("mtp_depth")
 
 
 def _check_mla(findings: Findings, config: ModelConfig) -> None:
     findings.at_least(1, "kv_lora_rank qk_nope_head_dim qk_rope_head_dim v_head_dim")
-    findings.at_least(0, "q_lora_rank")
+    findings.not_negative("q_lora_rank")
     findings.require(
         config.qk_rope_head_dim % 2 == 0,
         "qk_rope_head_dim",
@@ -61,7 +61,7 @@ def _check_gqa(findings: Findings, config: ModelConfig) -> None:
             config.num_heads % config.num_kv_heads == 0,
             "num_heads num_kv_heads",
             "the key/value heads must divide the query heads",
-            f"set num_kv_heads to {math.gcd(config.num_heads, config.num_kv_heads)}, or num_heads to a multiple",
+            f"set num_kv_heads to {math.gcd(config.num_heads, config.num_kv_heads)}",
         )
     findings.require(
         config.head_dim % 2 == 0,
@@ -98,7 +98,7 @@ def _check_rope(findings: Findings, config: ModelConfig) -> None:
         "beta_fast must be above beta_slow",
         "the usual values are 32 and 1",
     )
-    findings.require(config.yarn_mscale >= 0, "yarn_mscale", "must not be negative", "the usual value is 1")
+    findings.not_negative("yarn_mscale")
 
 
 def _check_layers(findings: Findings, config: ModelConfig) -> None:
@@ -118,14 +118,14 @@ def _check_layers(findings: Findings, config: ModelConfig) -> None:
             'write slices and indices such as "1:", "1::2" or "0,3", or "" for a dense model',
         )
     if len(layers) < config.num_layers:
-        findings.at_least(1, "d_ff", "the model has dense layers")
+        findings.at_least(1, "d_ff")
     if layers:
         _check_experts(findings, config)
         _check_weights(findings, config)
 
 
 def _check_experts(findings: Findings, config: ModelConfig) -> None:
-    findings.at_least(0, "num_shared_experts")
+    findings.not_negative("num_shared_experts")
     findings.at_least(1, "d_expert top_k")
     findings.require(
         not (config.shared_gate and config.num_shared_experts == 0),
