@@ -7,6 +7,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from dataclasses import dataclass
+from typing import cast
 
 import torch
 from torch import Tensor, nn
@@ -51,9 +52,12 @@ class Block(nn.Module):
 
     def __init__(self, config: ModelConfig, *, moe: bool) -> None:
         super().__init__()
-        attention = MultiHeadLatentAttention if config.attention == "mla" else GroupedQueryAttention
         self.attention_norm = RMSNorm(config.d_model, config.norm_eps)
-        self.attention = attention(config)
+        self.attention: MultiHeadLatentAttention | GroupedQueryAttention
+        if config.attention == "mla":
+            self.attention = MultiHeadLatentAttention(config)
+        else:
+            self.attention = GroupedQueryAttention(config)
         self.feed_forward_norm = RMSNorm(config.d_model, config.norm_eps)
         self.feed_forward: MoE | FeedForward
         if moe:
@@ -130,10 +134,18 @@ class Transformer(nn.Module):
         """[V, D]: the output head."""
         return self.embedding if self.config.tie_embeddings else self.head
 
+    def all_blocks(self) -> list[Block]:
+        """The blocks in order, those of the prediction modules last."""
+        return [
+            cast(Block, block) for block in [*self.blocks, *(module.block for module in self._predictors())]
+        ]
+
+    def _predictors(self) -> list[MultiTokenPrediction]:
+        return cast(list[MultiTokenPrediction], list(self.mtp))
+
     def moe_layers(self) -> Iterator[tuple[int, MoE]]:
         """Every MoE layer with its index, prediction modules last."""
-        blocks = [*self.blocks, *(module.block for module in self.mtp)]
-        for index, block in enumerate(blocks):
+        for index, block in enumerate(self.all_blocks()):
             if isinstance(block.feed_forward, MoE):
                 yield index, block.feed_forward
 
@@ -154,7 +166,7 @@ class Transformer(nn.Module):
                 routing[index] = report
         predicted = []
         main = self.norm(stream)
-        for depth, module in enumerate(self.mtp, start=1):
+        for depth, module in enumerate(self._predictors(), start=1):
             embedded = nn.functional.embedding(shift(tokens, depth, 0), self.embedding)
             stream, report = module.block(module.combined(stream, embedded), context, real)
             if report is not None:
@@ -180,7 +192,8 @@ class Transformer(nn.Module):
 
     def new_cache(self, batch: int, length: int) -> list[Tensor]:
         """An empty cache per block: latents (MLA) or keys and values (GQA) for `length` positions."""
-        return [self.embedding.new_zeros(batch, length, block.attention.cache_width) for block in self.blocks]
+        widths = [cast(Block, block).attention.cache_width for block in self.blocks]
+        return [self.embedding.new_zeros(batch, length, width) for width in widths]
 
     def decode(
         self, tokens: Tensor, positions: Tensor, mask: Tensor, cache: list[Tensor], start: int
@@ -192,7 +205,7 @@ class Transformer(nn.Module):
         context = self.context(positions, mask)
         stream = nn.functional.embedding(tokens, self.embedding)
         for block, entries in zip(self.blocks, cache, strict=True):
-            stream = block.decode(stream, context, entries, start)
+            stream = cast(Block, block).decode(stream, context, entries, start)
         return self.norm(stream[:, -1]) @ self.head_weight.t()
 
 

@@ -83,6 +83,6 @@ class _GroupedGemm(torch.autograd.Function):
         grad_a = product(grad, b, sizes, not ctx.trans_b, ctx.backend) if ctx.needs_input_grad[0] else None
         grad_b = None
         if ctx.needs_input_grad[1]:
-            pair = (grad, a) if ctx.trans_b else (a, grad)
-            grad_b = outer_product(*pair, sizes, ctx.backend)
+            left, right = (grad, a) if ctx.trans_b else (a, grad)
+            grad_b = outer_product(left, right, sizes, ctx.backend)
         return grad_a, grad_b, None, None, None

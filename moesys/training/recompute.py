@@ -28,7 +28,7 @@ def apply_recompute(model: Transformer, text: str) -> None:
 
 
 def _modules(model: Transformer, part: str) -> Iterator[nn.Module]:
-    blocks = [*model.blocks, *(module.block for module in model.mtp)]
+    blocks = model.all_blocks()
     layers = [layer for _, layer in model.moe_layers()]
     match part:
         case "block":
