@@ -37,12 +37,11 @@ def count_parameters(config: ModelConfig) -> ParameterCount:
         **{part: num_moe * size for part, size in moe.items()},
         "norms": (2 * config.num_layers + 1) * d,
     }
-    # per module: two norms, a projection of both halves, a block like the model's last one, a final norm
-    last_is_moe = config.num_layers - 1 in config.moe_layer_indices
-    last = moe if last_is_moe else dense
-    by_part["mtp"] = config.mtp_depth * (2 * d * d + 5 * d + _attention(config) + sum(last.values()))
+    # per module: two norms, a projection of both halves, a block (MoE if the model has any), a final norm
+    block = moe if num_moe else dense
+    by_part["mtp"] = config.mtp_depth * (2 * d * d + 5 * d + _attention(config) + sum(block.values()))
     total = sum(by_part.values())
-    routed_layers = num_moe + config.mtp_depth * last_is_moe
+    routed_layers = num_moe + (config.mtp_depth if num_moe else 0)
     one_expert = _feed_forward(config, config.d_expert)
     idle = routed_layers * (config.num_experts - config.top_k) * one_expert
     return ParameterCount(total=total, active=total - idle, by_part=by_part)

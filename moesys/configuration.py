@@ -78,9 +78,13 @@ def load_saved(path: Path, arguments: Sequence[str] = (), *, check_machine: bool
     Raises ConfigError with every problem at once.
     """
     faults = Faults()
-    path = path / "config.toml" if path.is_dir() else path
-    table = _read_toml(path, faults)
-    saved = _apply_table(_from_preset(table.get("preset", RunConfig().preset), faults), table, path, faults)
+    file = path if path.is_file() else path / "config.toml"
+    if not file.exists():
+        raise ConfigError(
+            [f"{path}: there is no run here, as config.toml is missing; name the folder of a run"]
+        )
+    table = _read_toml(file, faults)
+    saved = _apply_table(_from_preset(table.get("preset", RunConfig().preset), faults), table, file, faults)
     config = apply_options(saved, read_options(arguments, faults), faults)
     for name in known_fields():
         kept, wanted = _value(saved, name), _value(config, name)
