@@ -79,16 +79,12 @@ def load_saved(path: Path, arguments: Sequence[str] = (), *, check_machine: bool
     """
     faults = Faults()
     file = path if path.is_file() else path / "config.toml"
-    if not file.exists():
-        raise ConfigError(
-            [f"{path}: there is no run here, as config.toml is missing; name the folder of a run"]
-        )
-    table = _read_toml(file, faults)
+    table = _read_toml(file, faults, absent="there is no such run; name the folder of one")
     saved = _apply_table(_from_preset(table.get("preset", RunConfig().preset), faults), table, file, faults)
     config = apply_options(saved, read_options(arguments, faults), faults)
     for name in known_fields():
         kept, wanted = _value(saved, name), _value(config, name)
-        if name.startswith(CHECKPOINTED) and kept != wanted:
+        if name.startswith(CHECKPOINTED) and kept != wanted and name not in faults.fields:
             faults.add(
                 f"{name} = {show(wanted)}: a resumed run keeps what its checkpoints depend on, "
                 f"here {show(kept)}; leave it out, or start a new run",
@@ -104,13 +100,17 @@ def to_toml(config: RunConfig) -> str:
     return tomli_w.dumps(dataclasses.asdict(config))
 
 
-def _read_toml(path: Path, faults: Faults) -> dict[str, Any]:
+def _read_toml(
+    path: Path,
+    faults: Faults,
+    absent: str = "there is no such file; name one that exists, or leave it out to start from a preset",
+) -> dict[str, Any]:
     try:
         return tomllib.loads(path.read_text(encoding="utf-8"))
     except IsADirectoryError:
         fault = "this is a folder; name a TOML file, or resume a run with --resume"
     except FileNotFoundError:
-        fault = "there is no such file; name one that exists, or leave it out to start from a preset"
+        fault = absent
     except OSError as error:
         fault = f"the file cannot be read ({error.strerror}); check its permissions"
     except ValueError as error:  # not UTF-8, or not TOML
