@@ -91,7 +91,7 @@ def keep_newest(folder: Path, saved: Path, keep: int) -> None:
         try:
             discard(path)
         except OSError as error:
-            text = f"it was saved, but {path.name}, which is no longer kept, cannot be removed ({error})"
+            text = f"it is whole, but {path.name}, no longer kept, cannot be removed ({error.strerror})"
             raise OSError(error.errno, text) from error
 
 

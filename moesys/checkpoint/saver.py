@@ -130,7 +130,7 @@ def _explain(cause: Exception, path: Path, needed: int | None) -> OSError:
     size = "" if needed is None else f"{needed:,} bytes are needed and "
     return OSError(
         number,
-        f"cannot save checkpoint {path}: {reason}; {size}{free_bytes(path):,} are free. "
+        f"saving checkpoint {path} failed: {reason}; {size}{free_bytes(path):,} are free. "
         "Earlier checkpoints are as they were: free some space or make the folder writable, "
         "then resume the run",
     )
