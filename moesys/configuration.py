@@ -81,10 +81,11 @@ def load_saved(path: Path, arguments: Sequence[str] = (), *, check_machine: bool
     file = path if path.is_file() else path / "config.toml"
     table = _read_toml(file, faults, absent="there is no such run; name the folder of one")
     saved = _apply_table(_from_preset(table.get("preset", RunConfig().preset), faults), table, file, faults)
+    unread = frozenset(faults.fields)
     config = apply_options(saved, read_options(arguments, faults), faults)
     for name in known_fields():
         kept, wanted = _value(saved, name), _value(config, name)
-        if name.startswith(CHECKPOINTED) and kept != wanted and name not in faults.fields:
+        if name.startswith(CHECKPOINTED) and kept != wanted and name not in unread:
             faults.add(
                 f"{name} = {show(wanted)}: a resumed run keeps what its checkpoints depend on, "
                 f"here {show(kept)}; leave it out, or start a new run",

@@ -9,7 +9,8 @@ import contextlib
 import dataclasses
 import difflib
 import io
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
+from functools import cache
 from typing import Any, get_args, get_origin
 
 from moesys.config import RunConfig
@@ -35,7 +36,8 @@ class Faults:
             self.fields.add(field)
 
 
-def known_fields() -> dict[str, Any]:
+@cache
+def known_fields() -> Mapping[str, Any]:
     """Dotted name to annotation of every field of a run's configuration, in order."""
     fields: dict[str, Any] = {}
     for name, kind in field_types(RunConfig).items():
@@ -46,7 +48,8 @@ def known_fields() -> dict[str, Any]:
     return fields
 
 
-def known_options() -> dict[str, str]:
+@cache
+def known_options() -> Mapping[str, str]:
     """Option to field, for every option that tyro makes of the fields, `--section.no-field` included."""
     options = {}
     for name, kind in known_fields().items():

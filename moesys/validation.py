@@ -12,7 +12,8 @@ from moesys.models.fields import Findings
 from moesys.models.presets import PRESETS
 from moesys.models.validation import model_findings
 
-RECOMPUTE_PARTS = ("attention", "feed_forward", "experts", "norm")
+RECOMPUTE_PARTS = ("attention", "feed_forward", "experts", "moe")
+"""The PARTS of moesys.training.recompute, which would load PyTorch."""
 
 
 def run_problems(config: RunConfig) -> list[str]:
@@ -165,7 +166,7 @@ def _check_schedule(findings: Findings, config: RunConfig) -> None:
     optimizer, steps = config.optimizer, config.training.steps
     findings.not_negative("optimizer.warmup_steps")
     fits = findings.require(
-        optimizer.warmup_steps <= steps,
+        optimizer.warmup_steps <= steps or steps < 1,
         "optimizer.warmup_steps training.steps",
         "the warm-up must end within the run",
         f"set optimizer.warmup_steps to {steps // 10}, or more steps",
@@ -173,7 +174,7 @@ def _check_schedule(findings: Findings, config: RunConfig) -> None:
     findings.within(0, 1, "optimizer.min_lr_ratio")
     if optimizer.schedule == "wsd" and findings.within(0, 1, "optimizer.decay_share") and fits:
         findings.require(
-            optimizer.warmup_steps + optimizer.decay_share * steps <= steps,
+            optimizer.warmup_steps + int(optimizer.decay_share * steps) <= steps,
             "optimizer.warmup_steps optimizer.decay_share training.steps",
             "the warm-up and the decay must not overlap",
             "shorten one of them",
