@@ -58,7 +58,8 @@ class Source:
 
     def name_of(self, file: Path) -> str:
         """A file's path below the root."""
-        return file.name if file == self.root else file.relative_to(self.root).as_posix()
+        alone = self.kind == "megatron" or file == self.root
+        return file.name if alone else file.relative_to(self.root).as_posix()
 
     def pieces(self) -> Iterator[Piece]:
         """The documents in order, streamed.

@@ -136,7 +136,7 @@ def _tokenizer(data: DataConfig, source: Source, share: float, vocab_size: int, 
         with progress("Training the tokenizer", _progress_total(source)) as advance:
             texts = sample(_watched(_training_pieces(source, share), advance), SAMPLE_CHARS)
             if not texts:
-                _check_parts(source, share, 0, 1)
+                _check_parts(source, share, 0, sum(piece.first for piece in source.pieces()))
             train_bpe(texts, vocab_size).save(folder / "tokenizer.json")
 
     key = [source.identity(), share, vocab_size, SAMPLE_CHARS, SAMPLE_PIECE, tokenizers.__version__]

@@ -80,7 +80,8 @@ class Tokenizer:
     def decode_bytes(self, ids: Sequence[int]) -> bytes:
         """The same as bytes, which a byte-level tokenizer need not cut at whole characters."""
         if self.byte_level:
-            return b"".join(self._entries[i] for i in ids)
+            # A model may have more rows than the tokenizer has entries; those stand for nothing.
+            return b"".join(self._entries[i] for i in ids if i < self.vocab_size)
         return self.decode(ids).encode()
 
     def stream(self) -> StreamDecoder:
