@@ -16,9 +16,12 @@ from torch.autograd.function import once_differentiable
 Backend = Literal["torch", "loop"]
 
 
-def pick_backend(dtype: torch.dtype) -> Backend:
-    """The back end for this dtype: `torch.nn.functional.grouped_mm` where it computes it, else a loop of mm."""
-    return "torch" if dtype in (torch.float32, torch.bfloat16, torch.float16) else "loop"
+def pick_backend(a: Tensor, b: Tensor) -> Backend:
+    """The back end for these operands of `gmm`: `torch.nn.functional.grouped_mm` where it computes them and both
+    gradients, else a loop of mm. grouped_mm has no float64 and wants strides of whole 16 bytes."""
+    steps = (*a.shape[1:], *b.shape[1:], *(stride for stride in (*a.stride(), *b.stride()) if stride != 1))
+    aligned = all(step * a.element_size() % 16 == 0 for step in steps)
+    return "torch" if aligned and a.dtype in (torch.float32, torch.bfloat16, torch.float16) else "loop"
 
 
 def gmm(
@@ -39,7 +42,7 @@ def gmm(
         raise ValueError(
             f"gmm: a has width {a.shape[1]}, b {tuple(b.shape)} (trans_b={trans_b}) expects another"
         )
-    return _GroupedGemm.apply(a, b, batch_sizes, trans_b, backend or pick_backend(a.dtype))
+    return _GroupedGemm.apply(a, b, batch_sizes, trans_b, backend or pick_backend(a, b))
 
 
 def product(a: Tensor, b: Tensor, sizes: Tensor, trans_b: bool, backend: Backend) -> Tensor:
