@@ -29,9 +29,10 @@ class _RMSNorm(torch.autograd.Function):
     def backward(ctx, grad: Tensor):
         x, weight, scale = ctx.saved_tensors
         width = x.shape[-1]
+        grad, wide_weight = grad.to(scale.dtype), weight.to(scale.dtype)
         normal = x.to(scale.dtype) * scale
-        product = grad * normal
-        grad_weight = product.reshape(-1, width).sum(0).to(weight.dtype) if ctx.needs_input_grad[1] else None
-        mean = torch.mv(product.view(-1, width), weight.to(scale.dtype)).div_(width).view(scale.shape)
-        grad_x = (grad * weight).sub_(normal.mul_(mean)).mul_(scale)
+        product = (grad * normal).reshape(-1, width)
+        grad_weight = product.sum(0).to(weight.dtype) if ctx.needs_input_grad[1] else None
+        mean = torch.mv(product, wide_weight).div_(width).view(scale.shape)
+        grad_x = (grad * wide_weight).sub_(normal.mul_(mean)).mul_(scale)
         return grad_x.to(x.dtype), grad_weight, None
