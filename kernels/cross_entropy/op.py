@@ -19,6 +19,8 @@ def linear_cross_entropy(hidden: Tensor, weight: Tensor, labels: Tensor, chunk: 
     hidden [T, D], weight [V, D] of one dtype, labels [T] int64 (IGNORE where there is none) -> scalar in float32
     or better. The gradients are computed in the forward pass, chunk by chunk, and scaled in the backward.
     """
+    if not torch.is_grad_enabled():  # a Function is not told so itself
+        hidden, weight = hidden.detach(), weight.detach()
     return _LinearCrossEntropy.apply(hidden, weight, labels, chunk)
 
 
