@@ -96,6 +96,8 @@ class _Unpermute(torch.autograd.Function):
     def forward(ctx, rows: Tensor, weights: Tensor, pairs: Tensor, tokens: Tensor, index: Tensor) -> Tensor:
         ctx.save_for_backward(rows, weights, pairs, tokens)
         wide = _wide(rows.dtype)
+        if rows.shape[0] < index.numel():  # the weight of a dropped pair may be anything, NaN too
+            weights = weights.masked_fill(index == rows.shape[0], 0)
         return _sum_rows(rows, index, weights.to(wide), wide).to(rows.dtype)
 
     @staticmethod
