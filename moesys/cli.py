@@ -28,7 +28,9 @@ def main(arguments: Sequence[str] | None = None) -> int:
     """
     options = _parser().parse_args(arguments)
     try:
-        return importlib.import_module(COMMANDS[options.command][0]).main(options.arguments)
+        status = importlib.import_module(COMMANDS[options.command][0]).main(options.arguments)
+        sys.stdout.flush()  # here and not at exit, where a failure could not be told
+        return status
     except KeyboardInterrupt:
         return 130
     except BrokenPipeError:  # the reader of our output has left, as in `moesys inspect RUN | head`
