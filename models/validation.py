@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import math
-
 from moesys.models.config import ModelConfig, parse_layers
 from moesys.models.fields import Findings
 
@@ -57,11 +55,13 @@ def _check_mla(findings: Findings, config: ModelConfig) -> None:
 def _check_gqa(findings: Findings, config: ModelConfig) -> None:
     positive = findings.at_least(1, "num_kv_heads head_dim")
     if positive and config.num_heads >= 1:
+        most = min(config.num_kv_heads, config.num_heads)
+        nearest = next(heads for heads in range(most, 0, -1) if config.num_heads % heads == 0)
         findings.require(
             config.num_heads % config.num_kv_heads == 0,
             "num_heads num_kv_heads",
             "the key/value heads must divide the query heads",
-            f"set num_kv_heads to {math.gcd(config.num_heads, config.num_kv_heads)}",
+            f"set num_kv_heads to {nearest}",
         )
     findings.require(
         config.head_dim % 2 == 0,

@@ -59,7 +59,7 @@ def preset_table() -> str:
     rows = [("preset", "parameters", "active", "")]
     for name, preset in PRESETS.items():
         count = count_parameters(preset())
-        rows.append((name, _short(count.total), _short(count.active), (preset.__doc__ or "").rstrip(".")))
+        rows.append((name, short(count.total), short(count.active), (preset.__doc__ or "").rstrip(".")))
     rows.append(("", "", "", "(active counts the input embedding; DeepSeek's own figures do not)"))
     return "\n".join(
         f"{name:<18}{total:>11}{active:>9}  {text}".rstrip() for name, total, active, text in rows
@@ -84,5 +84,6 @@ def _what_to_run(own: dict[str, list[str]], files: list[str]) -> tuple[Path | No
     return (Path(files[0]) if files else None), run_dir, problems
 
 
-def _short(count: int) -> str:
+def short(count: int) -> str:
+    """A number of parameters as people say it: `short(15_706_484_224) == "15.7 B"`."""
     return f"{count / 1e9:.1f} B" if count >= 1e9 else f"{count / 1e6:.1f} M"
