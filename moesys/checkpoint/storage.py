@@ -134,8 +134,7 @@ class Writer(StorageWriter):
         folder, rank = plan.storage_data
         by_file: dict[str, list[WriteItem]] = {}
         for item in plan.items:
-            # A rank's share of a sharded tensor may be empty; a tensor that is empty itself is still stored.
-            if _bytes(item) or _data(item).size == _data(item).chunk.sizes:
+            if _bytes(item):  # the index alone says that a tensor is empty
                 by_file.setdefault(f"{_group(item.index.fqn)}-{rank:05d}.safetensors", []).append(item)
         results = []
         for file, items in by_file.items():

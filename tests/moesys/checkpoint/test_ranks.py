@@ -36,11 +36,8 @@ def test_two_ranks_save_then_one_process_and_two_in_another_layout_load(tmp_path
     }
     stored = json.loads((newest / "index.json").read_text())["tensors"]
     assert len(stored["model/uneven"]["parts"]) == 2, "each rank must write its own shard"
-    assert [len(stored[name]["parts"]) for name in ("model/replicated", "plain", "model/one_row")] == [
-        1,
-        1,
-        1,
-    ]
+    for name in ("model/replicated", "plain", "model/one_row"):
+        assert len(stored[name]["parts"]) == 1, "no more than needed must be written"
     run_ranks(load_sharded, 2, tmp_path, modules=MODULES)
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import json
 import pickle
 import re
@@ -12,8 +13,11 @@ import torch
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 from safetensors.torch import load_file
+from torch.distributed.checkpoint.metadata import ChunkStorageMetadata, MetadataIndex
+from torch.distributed.checkpoint.planner import WriteItemType
 
 from moesys.checkpoint import Checkpointer, list_checkpoints, load, load_newest, read_tensors
+from moesys.checkpoint import saver as saver_module
 
 pytestmark = pytest.mark.filterwarnings("ignore:torch.distributed is disabled")
 
@@ -115,6 +119,37 @@ def test_files_are_plain_safetensors(tmp_path):
         model["model/b"], tensors["model/b"]
     )
     assert json.loads((path / "state.json").read_text()) == {"step": 1}
+
+
+def test_two_parts_of_a_tensor_on_one_rank(tmp_path, monkeypatch):
+    """As some shardings give; PyTorch's own safetensors storage keeps only the last."""
+    whole = torch.arange(15.0).reshape(5, 3)
+
+    class Halves(saver_module.Planner):
+        def create_local_plan(self):
+            plan = super().create_local_plan()
+            (item,) = plan.items
+            halves = []
+            for start, size in ((0, 2), (2, 3)):
+                chunk = ChunkStorageMetadata(offsets=torch.Size((start, 0)), sizes=torch.Size((size, 3)))
+                halves.append(
+                    dataclasses.replace(
+                        item,
+                        type=WriteItemType.SHARD,
+                        index=MetadataIndex("model/w", chunk.offsets),
+                        tensor_data=dataclasses.replace(item.tensor_data, chunk=chunk),
+                    )
+                )
+            return dataclasses.replace(plan, items=halves)
+
+        def resolve_data(self, write_item):
+            chunk = write_item.tensor_data.chunk
+            return whole[chunk.offsets[0] : chunk.offsets[0] + chunk.sizes[0]]
+
+    monkeypatch.setattr(saver_module, "Planner", Halves)
+    path = save(tmp_path, {"model/w": whole})
+    assert load_file(path / "model-00000.safetensors").keys() == {"model/w[0:2,0:3]", "model/w[2:5,0:3]"}
+    assert torch.equal(read_tensors(path)["model/w"], whole)
 
 
 @pytest.mark.parametrize("asynchronous", [False, True])
