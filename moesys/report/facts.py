@@ -9,10 +9,12 @@ from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
+from numpy.typing import NDArray
 
 from moesys.models.config import ModelConfig
 from moesys.models.count import count_parameters
 from moesys.report.curves import tail_length, tail_mean
+from moesys.report.metrics import Floats
 from moesys.report.runs import Run, flatten
 
 UNKNOWN = "–"
@@ -92,6 +94,17 @@ def final(run: Run, name: str) -> float:
     """A held-out figure from the summary, or from the last evaluation of a run that has not ended."""
     value = _number(run.summary, name)
     return value if math.isfinite(value) else _last(run, name)
+
+
+def evaluations(run: Run, name: str) -> tuple[NDArray[np.int64], Floats]:
+    """[M] steps and [M] finite held-out values; the last of an ended run is its final evaluation."""
+    values, steps = run.metrics.column(name), run.metrics.steps
+    known = np.isfinite(values)
+    last = _number(run.summary, name)
+    if math.isfinite(last):
+        known &= steps < steps[-1]
+        return np.append(steps[known], steps[-1]), np.append(values[known], last)
+    return steps[known], values[known]
 
 
 def xz_bits_per_byte(run: Run) -> float:

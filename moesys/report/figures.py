@@ -12,7 +12,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from moesys.report.curves import smooth, smoothing_window, thin
-from moesys.report.facts import xz_bits_per_byte
+from moesys.report.facts import evaluations, xz_bits_per_byte
 from moesys.report.metrics import Floats
 from moesys.report.runs import Run
 from moesys.report.words import words
@@ -204,11 +204,10 @@ def step_axis(runs: Sequence[Run]) -> dict[str, Any]:
 
 def _evaluations(run: Run, index: int, name: str, limit: int, *, alone: bool) -> list[Trace]:
     """Held-out points, joined by a thin line."""
-    values = run.metrics.column(name)
-    known = np.flatnonzero(np.isfinite(values))
-    if not len(known):
+    steps, values = evaluations(run, name)
+    if not len(steps):
         return []
-    kept = known[thin(values[known], limit)]
+    kept = thin(values, limit)
     colour = EVAL_COLOUR if alone else run_colour(index)
     style = {
         "mode": "lines+markers",
@@ -216,7 +215,7 @@ def _evaluations(run: Run, index: int, name: str, limit: int, *, alone: bool) ->
         "marker": {"color": "#ffffff", "size": 7, "line": {"color": colour, "width": 2}},
     }
     label = "held-out" if alone else f"{run.name}, held-out"
-    return [line(run.metrics.steps[kept], values[kept], name=label, colour=colour, run=index, style=style)]
+    return [line(steps[kept], values[kept], name=label, colour=colour, run=index, style=style)]
 
 
 def _loss(runs: Sequence[Run], limit: int) -> Chart | None:

@@ -250,6 +250,8 @@ def _footer(runs: Sequence[Run], points: int, bins: int) -> str:
         "thinning; geometric means for the gradient norm where its axis is logarithmic.",
         f"Figures “at the end” and of the worst layer are means over the last {_or(tails)} step(s).",
         f"Heat maps have at most {bins:,} columns; each is the mean of the steps it covers.",
+        "The last held-out value of an ended run is its final evaluation, on all held-out text; those before it "
+        "may be on a part.",
         "This page holds all its data and its drawing library, and fetches nothing.",
     ]
     if not any(run.metrics.layers for run in runs):

@@ -9,6 +9,7 @@ from dataclasses import dataclass
 
 import numpy as np
 import tyro
+from numpy.typing import NDArray
 from rich.console import Console
 from rich.table import Table
 from rich.text import Text
@@ -21,6 +22,7 @@ from moesys.report.facts import (
     Fact,
     best_runs,
     decimals,
+    evaluations,
     figures,
     setup,
     status,
@@ -150,28 +152,27 @@ def _table(runs: Sequence[Run], group: range) -> Table:
     return table
 
 
-def _known(curve: Curve, run: Run) -> Floats:
-    """The values to draw: all steps for what every step has, only the evaluations for what they give."""
+def _known(curve: Curve, run: Run) -> tuple[NDArray[np.int64], Floats]:
+    """Steps and values to draw: all steps for what every step has, only the evaluations for what they give."""
+    if curve.name.startswith("eval_"):
+        return evaluations(run, curve.name)
     values = run.metrics.column(curve.name)
     known = np.isfinite(values) & ((values > 0) | (not curve.logarithmic))
-    if curve.name.startswith("eval_"):
-        return values[known]
-    return np.where(known, values, np.nan)
+    return run.metrics.steps, np.where(known, values, np.nan)
 
 
 def _show_curve(curve: Curve, runs: Sequence[Run], console: Console) -> None:
     """One quantity: a tall chart of a single run, a line a run on one scale for several."""
-    drawn = [(run, values) for run in runs if np.isfinite(values := _known(curve, run)).any()]
+    known = [(run, *_known(curve, run)) for run in runs]
+    drawn = [(run, steps, values) for run, steps, values in known if np.isfinite(values).any()]
     if not drawn:
         return
     console.print()
     if len(runs) == 1:
-        known = drawn[0][1][np.isfinite(drawn[0][1])]
-        console.print(Text.assemble((curve.title, "bold"), f"  {_short(known[0])} → {_short(known[-1])}"))
-        _show_tall(curve, *drawn[0], console)
+        _show_tall(curve, *drawn[0][1:], console)
     else:
         console.print(Text(curve.title, style="bold"))
-        _show_lines(curve, drawn, console)
+        _show_lines(curve, [(run, values) for run, _, values in drawn], console)
 
 
 def _scaled(curve: Curve, values: Floats) -> Floats:
@@ -184,16 +185,18 @@ def _bounds(curve: Curve, columns: Sequence[Floats]) -> tuple[float, float]:
     return (0.0 if curve.from_zero else float(known.min())), float(known.max())
 
 
-def _show_tall(curve: Curve, run: Run, values: Floats, console: Console) -> None:
+def _show_tall(curve: Curve, steps: NDArray[np.int64], values: Floats, console: Console) -> None:
+    known = np.isfinite(values)
+    ends = f"{_short(values[known][0])} → {_short(values[known][-1])}"
+    console.print(Text.assemble((curve.title, "bold"), f"  {ends}"))
     width = max(console.width - LABEL_WIDTH - 2, 8)
     column = stretch(_scaled(curve, values), width)
     low, high = _bounds(curve, [column])
     lines = area(column, 4, low, high)
-    ends = [10**end if curve.logarithmic else end for end in (high, low)]
-    labels = [_short(ends[0]), "", "", _short(ends[1])]
+    top, bottom = (10**end if curve.logarithmic else end for end in (high, low))
+    labels = [_short(top), "", "", _short(bottom)]
     for label, text in zip(labels, lines, strict=True):
         console.print(Text(f"{label:>{LABEL_WIDTH}} "), Text(text, style="blue"), sep="")
-    steps = run.metrics.steps[np.isfinite(run.metrics.column(curve.name))]
     first, last = f"step {steps[0]:,}", f"{steps[-1]:,}"
     if len(steps) == 1:
         first, last = "", first

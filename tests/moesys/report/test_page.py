@@ -111,7 +111,7 @@ def test_charts_show_the_metrics(moe: Path, capsys: pytest.CaptureFixture[str]) 
     np.testing.assert_allclose(smoothed["y"][200], np.mean(raw["y"][196:205]), rtol=1e-4)
     assert held_out["x"] == [250, 400]
     bits, xz = figures["eval-bits-per-byte"]["data"]
-    np.testing.assert_allclose(bits["y"][-1], lines[-1]["eval_bits_per_byte"], rtol=1e-4)
+    np.testing.assert_allclose(bits["y"], [lines[249]["eval_bits_per_byte"], 1.5854], rtol=1e-4)
     assert xz["y"] == [1.8021, 1.8021] and xz["line"]["dash"] == "dash"
     np.testing.assert_allclose(figures["peak-memory-bytes"]["data"][0]["y"][-1], 1.5e9 / 2**30, rtol=1e-3)
     layer = figures["run-0-entropy"]["data"][2]
@@ -164,6 +164,7 @@ def test_every_quantity_is_explained(moe: Path, capsys: pytest.CaptureFixture[st
         "Load of the busiest expert over the mean load, minus 1", "Experts that got no token at all",
         "Length of the gradient over all parameters", "the compressor xz -9", "Mean cross-entropy",
         "1 is an even load, 0 sends everything to one expert", "its smallest and largest value stay",
+        "The last held-out value of an ended run is its final evaluation",
     ):  # fmt: skip
         assert sentence in text
 
@@ -327,3 +328,16 @@ def test_where_the_page_cannot_be_written(moe: Path, tmp_path: Path) -> None:
         main([str(moe), "--out", str(tmp_path)])
     with pytest.raises(OSError, match=r"cannot be written to .*missing.* No such file.*--out"):
         main([str(moe), "--out", str(tmp_path / "missing" / "x.html")])
+
+
+def test_the_final_evaluation_need_not_stand_in_the_metrics(
+    tmp_path: Path, write_run: WriteRun, capsys: pytest.CaptureFixture[str]
+) -> None:
+    def drop(line: dict[str, Any]) -> None:
+        for name in ("eval_loss", "eval_bits_per_byte", "eval_tokens"):
+            line.pop(name, None)
+
+    page = report(capsys, write_run(tmp_path / "run", steps=30, change=drop))
+    bits = page.figures["eval-bits-per-byte"]["data"][0]
+    assert (bits["x"], bits["y"]) == ([30], [1.5854])
+    assert page.figures["ce-loss"]["data"][-1]["y"] == [2.71]
