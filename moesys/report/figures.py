@@ -34,7 +34,7 @@ class Chart:
     """One chart of the page with the sentence that explains it."""
 
     key: str
-    """Unique on the page; letters, digits and hyphens."""
+    """Unique on the page."""
     title: str
     meaning: str
     """"" where the heading above several charts explains them."""

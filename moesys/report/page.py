@@ -207,10 +207,10 @@ def _figure(chart: Chart) -> str:
         return f'{head}<p class="remark">{escape(chart.remark)}</p></figure>'
     # "<" never stands in the JSON, so no text in it can close the script element.
     data = json.dumps(chart.figure, separators=(",", ":"), allow_nan=False).replace("<", "\\u003c")
-    height = chart.figure["layout"]["height"]
+    key, height = escape(chart.key), chart.figure["layout"]["height"]
     return (
-        f'{head}<div class="plot" data-figure="{chart.key}" style="height:{height}px"></div>'
-        f'<script type="application/json" id="{chart.key}">{data}</script></figure>\n'
+        f'{head}<div class="plot" data-figure="{key}" style="height:{height}px"></div>'
+        f'<script type="application/json" id="{key}">{data}</script></figure>\n'
     )
 
 

@@ -47,6 +47,7 @@ class Page(HTMLParser):
         elif self.open and self.open[-1] == "script":
             attributes = self.tags[-1][1]
             if attributes.get("type") == "application/json":
+                assert "<" not in data
                 self.figures[str(attributes["id"])] = json.loads(data)
         else:
             self.text += data
@@ -293,8 +294,14 @@ def test_names_cannot_become_markup(
     tmp_path: Path, write_run: WriteRun, capsys: pytest.CaptureFixture[str]
 ) -> None:
     name = "<b onclick=x>&amp;"
-    runs = [write_run(tmp_path / other, steps=12) for other in (name, "plain")]
+    loss = '"></script><b onclick=x>_loss'
+
+    def add(line: dict[str, Any]) -> None:
+        line[loss] = 1.0
+
+    runs = [write_run(tmp_path / other, steps=12, change=add) for other in (name, "plain")]
     page = report(capsys, *runs)
+    assert loss.replace("_", "-") in page.figures
     assert not any("onclick" in attributes for _, attributes in page.tags)
     assert name in page.plain
     names = {trace["name"] for trace in page.figures["lr"]["data"]}
