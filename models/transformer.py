@@ -167,7 +167,9 @@ class Transformer(nn.Module):
         predicted = []
         main = self.norm(stream)
         for depth, module in enumerate(self._predictors(), start=1):
-            embedded = nn.functional.embedding(shift(tokens, depth, 0), self.embedding)
+            same = shift(documents, depth, -1) == documents
+            following = shift(tokens, depth, 0).masked_fill(~same, 0)  # nothing of the document or padding after
+            embedded = nn.functional.embedding(following, self.embedding)
             stream, report = module.block(module.combined(stream, embedded), context, real)
             if report is not None:
                 routing[self.config.num_layers + depth - 1] = report

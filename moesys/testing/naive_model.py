@@ -209,7 +209,7 @@ def _run_document(
         own = part(w, f"mtp.{k - 1}.")
         mixed = []
         for i, stream in zip(where, x.unbind(0), strict=True):
-            following = int(tokens[i + k]) if i + k < len(tokens) else 0
+            following = int(tokens[i + k]) if i + k <= where[-1] else 0
             halves = [
                 rms_norm(stream, own["hidden_norm.weight"], config.norm_eps),
                 rms_norm(w["embedding"][following], own["embedding_norm.weight"], config.norm_eps),
