@@ -23,6 +23,8 @@ SUFFIXES: dict[str, Kind] = {
     ".bin": "megatron",
 }
 NO_CODE = frozenset({"site-packages", "dist-packages", "__pycache__"})
+TESTS = frozenset({"test", "tests", "idle_test"})
+"""Folders of the standard library that not every machine has (Debian packages them apart)."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -95,7 +97,7 @@ def find_source(source: str, *, format: str = "auto", text_field: str = "text") 
     """
     if source == "stdlib" and format == "auto":
         root = Path(sysconfig.get_paths()["stdlib"]).resolve()
-        return _source("stdlib", root, [file for file in _walk(root) if file.suffix == ".py"], text_field)
+        return _source("stdlib", root, [file for file in _walk(root, TESTS) if file.suffix == ".py"], text_field)
     path = Path(source).expanduser().resolve()
     prefix = megatron.prefix_of(path)
     if not path.exists() and prefix is None:
@@ -130,11 +132,11 @@ def _source(kind: Kind, root: Path, files: list[Path], text_field: str) -> Sourc
     return Source(kind=kind, root=root, files=tuple(files), text_field=text_field)
 
 
-def _walk(root: Path) -> list[Path]:
-    """Every file under the folder, hidden ones and compiled or installed code left out, sorted."""
+def _walk(root: Path, besides: frozenset[str] = frozenset()) -> list[Path]:
+    """Every file under the folder, sorted; hidden ones, compiled or installed code and `besides` are left out."""
     found = []
     for folder, folders, names in os.walk(root):
-        folders[:] = [name for name in folders if name not in NO_CODE and not name.startswith(".")]
+        folders[:] = [name for name in folders if name not in NO_CODE | besides and not name.startswith(".")]
         found += [Path(folder, name) for name in names if not name.startswith(".")]
     return sorted(
         (file for file in found if file.is_file()), key=lambda file: file.relative_to(root).as_posix()
