@@ -203,6 +203,14 @@ def test_the_sample_for_the_bpe_is_bounded_even_and_independent_of_order(monkeyp
     assert sorted("".join(sample(pieces, 10**6))) == sorted("".join(piece.text for piece in pieces))
 
 
+def test_the_sample_ends_at_the_first_piece_that_does_not_fit(monkeypatch):
+    # Ranks 1, 2, 3 with 5, 9 and 3 characters: 1 fits into 10, 2 does not, and 3 does not come in its place.
+    monkeypatch.setattr(prepare, "_rank", lambda name, part: int(name))
+    pieces = [Piece("1", "z" * 5, True), Piece("2", "y" * 9, True), Piece("3", "x" * 3, True)]
+    for order in ([0, 1, 2], [2, 1, 0], [1, 2, 0], [0, 2, 1]):
+        assert sample([pieces[k] for k in order], 10) == ["z" * 5]
+
+
 def test_open_text_takes_every_document(folder, tmp_path):
     tokenizer = Tokenizer.load(saved_bytes(tmp_path))
     dataset = open_text(str(folder), tokenizer, cache=str(tmp_path / "cache"))
