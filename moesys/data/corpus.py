@@ -97,7 +97,9 @@ def find_source(source: str, *, format: str = "auto", text_field: str = "text") 
     """
     if source == "stdlib" and format == "auto":
         root = Path(sysconfig.get_paths()["stdlib"]).resolve()
-        return _source("stdlib", root, [file for file in _walk(root, TESTS) if file.suffix == ".py"], text_field)
+        return _source(
+            "stdlib", root, [file for file in _walk(root, TESTS) if file.suffix == ".py"], text_field
+        )
     path = Path(source).expanduser().resolve()
     prefix = megatron.prefix_of(path)
     if not path.exists() and prefix is None:
@@ -173,7 +175,10 @@ def _detect(path: Path) -> Kind:
         return _suffix_kind(path) or "text"
     if readers.is_datasets_folder(path):
         return "datasets"
-    kinds = {kind for file in _walk(path) if (kind := _suffix_kind(file)) is not None}
+    # .bin says little without its .idx
+    kinds = {
+        kind for file in _walk(path) if file.suffix != ".bin" and (kind := _suffix_kind(file)) is not None
+    }
     if len(kinds) > 1:
         raise ValueError(
             f"data: {path} holds files of several formats ({', '.join(sorted(kinds))}); name one with "

@@ -287,7 +287,8 @@ def _held_out_documents(source: Source, root: Path, share: float, num_documents:
 
 
 def _sizes(dataset: TokenDataset) -> str:
-    parts = [f"{dataset.num_documents:,} documents"]
+    sizes = [f"{dataset.num_documents:,} document{'s' * (dataset.num_documents != 1)}"]
     if dataset.num_bytes is not None:
-        parts.append(f"{dataset.num_bytes / 1e6:.1f} MB")
-    return ", ".join([*parts, f"{dataset.num_tokens / 1e6:.2f} M tokens"])
+        kilo = dataset.num_bytes / 1e3
+        sizes.append(f"{kilo / 1e3:,.1f} MB" if kilo >= 1e3 else f"{kilo:.1f} kB")
+    return ", ".join([*sizes, f"{dataset.num_tokens:,} tokens"])

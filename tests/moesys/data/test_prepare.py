@@ -43,7 +43,10 @@ def test_documents_are_split_by_name_and_kept_whole(folder, open_source, tokeniz
     assert data.validation.document_bytes.tolist() == [len(text.encode()) for text in held_out]
     assert data.train.dataset.exact_bytes and data.validation.exact_bytes
     assert data.tokenizer.vocab_size == {"bytes": 257, "bpe": 300}[tokenizer]
-    assert f"{len(train)} documents" in data.description and "\n" not in data.description
+    size = sum(len(text.encode()) for text in held_out) / 1e3
+    held = f"{len(held_out)} documents, {size:.1f} kB, {data.validation.num_tokens:,} tokens held out"
+    assert data.description.startswith(f"{folder}: {len(train)} documents, ")
+    assert data.description.endswith(held)
 
 
 def test_the_split_of_a_document_does_not_depend_on_the_others(folder, open_source):

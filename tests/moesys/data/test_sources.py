@@ -107,6 +107,12 @@ def test_json_lines(tmp_path, form):
     assert texts(path, **options) == [text for text in ROWS if text]
 
 
+def test_a_bin_file_alone_does_not_make_a_folder_megatron(tmp_path):
+    (tmp_path / "a.txt").write_text("a")
+    (tmp_path / "b.bin").write_text("b")
+    assert find_source(str(tmp_path)).kind == "text"
+
+
 def test_rows_are_named_by_their_text(tmp_path):
     (tmp_path / "a.jsonl").write_text('{"text": "x"}\n')
     assert list(read(tmp_path / "a.jsonl")) == [blake2b(b"x", digest_size=16).hexdigest()]
