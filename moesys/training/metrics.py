@@ -28,16 +28,21 @@ def peak_memory_bytes(device: torch.device) -> int:
 
 
 class RoutingCounts:
-    """Pairs per expert and layer over the micro-batches of one optimiser step, as integers."""
+    """Pairs (integers) and probabilities per expert and layer, summed over the micro-batches of one step."""
 
     def __init__(self) -> None:
         self.chosen: dict[int, Tensor] = {}
         self.computed: dict[int, Tensor] = {}
+        self.probabilities: dict[int, Tensor] = {}
 
     def add(self, routing: Mapping[int, RoutingReport]) -> None:
         """Count one micro-batch."""
         for layer, report in routing.items():
-            for total, part in ((self.chosen, report.chosen), (self.computed, report.computed)):
+            for total, part in (
+                (self.chosen, report.chosen),
+                (self.computed, report.computed),
+                (self.probabilities, report.probability_sum.detach()),
+            ):
                 total[layer] = total[layer] + part if layer in total else part
 
     def figures(self) -> dict[str, dict[str, Any]]:

@@ -13,6 +13,7 @@ from moesys.data import Batch
 from moesys.models.initialise import build
 from moesys.models.transformer import Transformer
 from moesys.routing.bias import update_bias_
+from moesys.routing.losses import batch_load_balance
 from moesys.training.metrics import RoutingCounts
 from moesys.training.objective import Units, count_units, objective
 from moesys.training.recompute import apply_recompute
@@ -90,6 +91,8 @@ class Trainer:
             for name in ("total", "ce", "mtp", "load_balance", "z"):
                 value = getattr(terms, name).detach()
                 parts[name] = parts[name] + value if name in parts else value
+        if known is None and config.balance.loss_scope == "batch":
+            parts["load_balance"] = self._batch_load_balance(counts, units)
         norm = self._clip()
         lr = learning_rate(config.optimizer, self.step + 1, config.training.steps)
         finite = bool(torch.isfinite(norm) & torch.isfinite(parts["total"]))
@@ -113,6 +116,16 @@ class Trainer:
             for batch in batches:
                 counts.add(self.model.hidden(batch.tokens, batch.positions, batch.documents).routing)
         return counts
+
+    def _batch_load_balance(self, counts: RoutingCounts, units: Units) -> Tensor:
+        """The loss of scope `batch`, a mean over layers, once the whole batch is known."""
+        losses = [
+            batch_load_balance(
+                probabilities, counts.chosen[layer], max(units.tokens, 1), self.config.model.top_k
+            )
+            for layer, probabilities in counts.probabilities.items()
+        ]
+        return torch.stack(losses).mean() if losses else torch.zeros(())
 
     def _clip(self) -> Tensor:
         """Global gradient norm before clipping; scales the gradients when it is above the limit."""
