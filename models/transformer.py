@@ -168,7 +168,7 @@ class Transformer(nn.Module):
         main = self.norm(stream)
         for depth, module in enumerate(self._predictors(), start=1):
             same = shift(documents, depth, -1) == documents
-            following = shift(tokens, depth, 0).masked_fill(~same, 0)  # nothing of the document or padding after
+            following = shift(tokens, depth, 0).masked_fill(~same, 0)  # nothing after its document
             embedded = nn.functional.embedding(following, self.embedding)
             stream, report = module.block(module.combined(stream, embedded), context, real)
             if report is not None:
