@@ -261,35 +261,48 @@ def loss(
     num = max(len(sums.rows), 1)
     return NaiveTerms(
         total=ce + mtp_weight * mtp + balance.loss_coef * even + balance.z_loss_coef * z,
-        ce=float(ce),
-        mtp=float(mtp),
-        load_balance=float(even) / num,
-        z=float(z) / num,
+        ce=ce.item(),
+        mtp=mtp.item(),
+        load_balance=even.item() / num,
+        z=z.item() / num,
         counts=counts,
     )
 
 
+@dataclass(frozen=True, kw_only=True)
+class NaiveAdamW:
+    """Where AdamW has come to."""
+
+    values: dict[str, Tensor]
+    first: dict[str, Tensor]
+    second: dict[str, Tensor]
+    norms: list[float]
+    """Of each step's gradients, before clipping."""
+
+
 def adamw(
-    values: dict[str, Tensor],
+    start: dict[str, Tensor],
     gradients: Sequence[dict[str, Tensor]],
     config: OptimizerConfig,
     rates: Sequence[float],
-) -> dict[str, Tensor]:
-    """Values after one AdamW step (Loshchilov and Hutter) per dictionary of gradients, with global clipping.
+) -> NaiveAdamW:
+    """One AdamW step (Loshchilov and Hutter) per dictionary of gradients, with global clipping.
 
     Weight decay acts on matrices that are no norm, bias, embedding, head or router.
     """
-    first = {name: torch.zeros_like(v) for name, v in values.items()}
-    second = {name: torch.zeros_like(v) for name, v in values.items()}
+    values = dict(start)
+    first = {name: torch.zeros_like(v) for name, v in start.items()}
+    second = {name: torch.zeros_like(v) for name, v in start.items()}
+    norms = []
+    b1, b2 = config.betas
     for t, (step, rate) in enumerate(zip(gradients, rates, strict=True), start=1):
-        norm = math.sqrt(sum(float((g * g).sum()) for g in step.values()))
-        factor = min(1.0, config.clip / (norm + 1e-6)) if config.clip else 1.0
-        b1, b2 = config.betas
+        norms.append(math.sqrt(sum(float((g * g).sum()) for g in step.values())))
+        factor = min(1.0, config.clip / (norms[-1] + 1e-6)) if config.clip else 1.0
         for name, g in step.items():
             first[name] = b1 * first[name] + (1 - b1) * g * factor
             second[name] = b2 * second[name] + (1 - b2) * (g * factor) ** 2
             spared = "norm" in name or "bias" in name or "router" in name or name in ("embedding", "head")
             shrunk = values[name] * (1 - (0.0 if spared else rate * config.weight_decay))
             root = torch.sqrt(second[name] / (1 - b2**t)) + config.eps
-            values = {**values, name: shrunk - rate * first[name] / (1 - b1**t) / root}
-    return values
+            values[name] = shrunk - rate * first[name] / (1 - b1**t) / root
+    return NaiveAdamW(values=values, first=first, second=second, norms=norms)

@@ -8,10 +8,12 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from moesys.config import BalanceConfig, OptimizerConfig, RunConfig, TrainingConfig
 from moesys.data import IGNORED, Batch
 from moesys.models.config import ModelConfig
 from moesys.models.initialise import build
 from moesys.models.transformer import Transformer
+from moesys.training.trainer import Trainer
 
 TINY = ModelConfig(
     vocab_size=13,
@@ -79,6 +81,43 @@ def random_batch(vocab_size: int, rows: list[list[int]], length: int, seed: int 
             start += size
     labels[documents == -1] = IGNORED
     return Batch(tokens=tokens, labels=labels, positions=positions, documents=documents)
+
+
+def tiny_run(
+    model: ModelConfig = TINY,
+    *,
+    balance: dict[str, Any] | None = None,
+    optimizer: dict[str, Any] | None = None,
+    **training: Any,
+) -> RunConfig:
+    """A float64 run of a tiny model with every penalty on; keywords change [training]."""
+    return RunConfig(
+        model=model,
+        balance=replace(BalanceConfig(loss_coef=0.3, z_loss_coef=0.05, bias_rate=0.01), **(balance or {})),
+        optimizer=replace(OptimizerConfig(lr=0.02, warmup_steps=0, clip=0.5), **(optimizer or {})),
+        training=replace(TrainingConfig(precision="float64", steps=20, loss_chunk=5), **training),
+    )
+
+
+def random_trainer(config: RunConfig, seed: int = 0) -> Trainer:
+    """A trainer on the CPU whose weights are `randomise`d, as its masters are."""
+    trainer = Trainer(config, torch.device("cpu"))
+    start = random_model(config.model, seed, torch.float32).state_dict()
+    for name, value in trainer.tensors().items():
+        if name.startswith("model/"):
+            value.copy_(start[name.removeprefix("model/")])
+    trainer.loaded(0)
+    return trainer
+
+
+def snapshot(trainer: Trainer) -> dict[str, Tensor]:
+    """Copies of weights, biases and moments."""
+    return {name: value.clone() for name, value in trainer.tensors().items()}
+
+
+def cut(batch: Batch, size: int) -> list[Batch]:
+    """Micro-batches of `size` rows."""
+    return [batch.rows(start, start + size) for start in range(0, batch.tokens.shape[0], size)]
 
 
 def arguments(batch: Batch) -> tuple[Tensor, Tensor, Tensor, Tensor]:
