@@ -57,7 +57,7 @@ def lock(folder: Path) -> IO[str]:
 def write_whole(path: Path, text: str) -> None:
     """Write a small file so that a reader sees the old or the new one, never a part."""
     beside = path.with_name(f".{path.name}.tmp")
-    beside.write_text(text)
+    beside.write_text(text, encoding="utf-8")
     os.replace(beside, path)
 
 

@@ -17,7 +17,7 @@ import torch
 from moesys.checkpoint import Checkpointer, list_checkpoints, load_newest
 from moesys.config import RunConfig
 from moesys.configuration import load_saved
-from moesys.data import Batch, Data, Tokenizer, open_data
+from moesys.data import Batch, Data, Tokenizer, TrainingStream, open_data
 from moesys.models.count import count_parameters
 from moesys.training.diagnose import locate_nonfinite
 from moesys.training.evaluate import Evaluation, evaluate
@@ -49,7 +49,7 @@ def train(config: RunConfig) -> Path:
 
 def resume(folder: Path, overrides: list[str]) -> Path:
     """Go on from the newest whole checkpoint of a run, with command-line overrides on top of its configuration."""
-    config = load_saved(folder, overrides)
+    config = load_saved(folder, overrides, check_machine=True)
     device = pick_device(config)
     data = open_data(
         config.data,
@@ -72,6 +72,13 @@ def pick_device(config: RunConfig) -> torch.device:
     if name == "auto":
         name = "cuda" if torch.cuda.is_available() else "cpu"
     return torch.device(name)
+
+
+def micro_batches(stream: TrainingStream, config: RunConfig, step: int, device: torch.device) -> list[Batch]:
+    """The global batch of the optimiser step after finished step `step`, as micro-batches on the device."""
+    size, micro = config.training.batch_size, config.training.micro_batch_size
+    batch = stream.batch(step * size, size)
+    return [batch.rows(start, start + micro).to(device) for start in range(0, size, micro)]
 
 
 class Run:
@@ -142,7 +149,7 @@ class Run:
 
     def _one_step(self, progress: TrainingProgress) -> dict[str, Any]:
         begin = time.monotonic()
-        batches = self._batches(self.trainer.step)
+        batches = micro_batches(self.data.train, self.config, self.trainer.step, self.device)
         result = self.trainer.train_step(batches)
         self.tokens += result.tokens
         if result.skipped:
@@ -160,12 +167,6 @@ class Run:
                 f"(on {found.tokens:,} tokens)"
             )
         return row
-
-    def _batches(self, step: int) -> list[Batch]:
-        """The global batch of optimiser step `step` + 1, as micro-batches on the device."""
-        size, micro = self.config.training.batch_size, self.config.training.micro_batch_size
-        batch = self.data.train.batch(step * size, size)
-        return [batch.rows(start, start + micro).to(self.device) for start in range(0, size, micro)]
 
     def _row(self, result: StepResult, seconds: float) -> dict[str, Any]:
         row: dict[str, Any] = {
