@@ -64,8 +64,8 @@ class OptimizerConfig:
     """Largest global gradient norm; 0 turns clipping off."""
     schedule: Literal["cosine", "linear", "wsd", "step", "constant"] = "cosine"
     """Shape of the learning rate after the warm-up. "wsd" stays at the peak, then decays."""
-    warmup_steps: int = 100
-    """Steps of linear warm-up from 0."""
+    warmup_share: float = 0.05
+    """Share of all steps in which the rate rises linearly from 0."""
     min_lr_ratio: float = 0.1
     """Final learning rate as a share of the peak (cosine, linear, wsd)."""
     decay_share: float = 0.2

@@ -163,19 +163,13 @@ def _check_optimizer(findings: Findings, config: RunConfig) -> None:
 
 
 def _check_schedule(findings: Findings, config: RunConfig) -> None:
-    optimizer, steps = config.optimizer, config.training.steps
-    findings.not_negative("optimizer.warmup_steps")
-    fits = findings.require(
-        optimizer.warmup_steps <= steps or steps < 1,
-        "optimizer.warmup_steps training.steps",
-        "the warm-up must end within the run",
-        f"set optimizer.warmup_steps to {steps // 10}, or more steps",
-    )
+    optimizer = config.optimizer
+    fits = findings.within(0, 1, "optimizer.warmup_share")
     findings.within(0, 1, "optimizer.min_lr_ratio")
     if optimizer.schedule == "wsd" and findings.within(0, 1, "optimizer.decay_share") and fits:
         findings.require(
-            optimizer.warmup_steps + int(optimizer.decay_share * steps) <= steps,
-            "optimizer.warmup_steps optimizer.decay_share training.steps",
+            optimizer.warmup_share + optimizer.decay_share <= 1,
+            "optimizer.warmup_share optimizer.decay_share",
             "the warm-up and the decay must not overlap",
             "shorten one of them",
         )

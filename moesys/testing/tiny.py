@@ -94,7 +94,7 @@ def tiny_run(
     return RunConfig(
         model=model,
         balance=replace(BalanceConfig(loss_coef=0.3, z_loss_coef=0.05, bias_rate=0.01), **(balance or {})),
-        optimizer=replace(OptimizerConfig(lr=0.02, warmup_steps=0, clip=0.5), **(optimizer or {})),
+        optimizer=replace(OptimizerConfig(lr=0.02, warmup_share=0.0, clip=0.5), **(optimizer or {})),
         training=replace(TrainingConfig(precision="float64", steps=20, loss_chunk=5), **training),
     )
 

@@ -195,7 +195,7 @@ class Run:
             good = f"the last good checkpoint is {saved[0]}" if saved else "no checkpoint was written before"
             raise DivergedError(
                 f"step {self.trainer.step}: loss or gradient not finite for {self.bad_steps} steps in a row, first "
-                f"seen now in {where}; {good}. A lower --optimizer.lr, a longer --optimizer.warmup-steps or "
+                f"seen now in {where}; {good}. A lower --optimizer.lr, a longer --optimizer.warmup-share or "
                 "--training.precision float32 usually helps"
             )
 

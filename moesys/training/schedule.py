@@ -10,12 +10,14 @@ from moesys.config import OptimizerConfig
 def learning_rate(config: OptimizerConfig, step: int, steps: int) -> float:
     """Rate of optimiser step `step` (1 to steps): linear warm-up to the peak, then config.schedule.
 
-    The warm-up reaches the peak at step warmup_steps; the decaying schedules reach min_lr_ratio at the last step.
+    The warm-up reaches the peak after the share warmup_share of the steps; the decaying schedules reach
+    min_lr_ratio at the last step.
     """
-    if step <= config.warmup_steps:
-        return config.lr * step / config.warmup_steps
+    warmup = config.warmup_share * steps
+    if step <= warmup:
+        return config.lr * step / warmup
     low = config.min_lr_ratio
-    done = (step - config.warmup_steps) / max(steps - config.warmup_steps, 1)
+    done = (step - warmup) / (steps - warmup)
     match config.schedule:
         case "cosine":
             factor = low + (1 - low) * 0.5 * (1 + math.cos(math.pi * done))

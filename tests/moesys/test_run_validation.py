@@ -48,13 +48,13 @@ BROKEN: list[tuple[dict[str, Any], str, str]] = [  # changes, fields named, word
     ({"optimizer.betas": (0.9, 1.0)}, "optimizer.betas", "below 1"),
     ({"optimizer.betas": (0.9, float("inf"))}, "optimizer.betas", "finite"),
     ({"optimizer.weight_decay": -1.0}, "optimizer.weight_decay", "negative"),
-    ({"optimizer.warmup_steps": -1}, "optimizer.warmup_steps", "negative"),
-    ({"training.steps": 99}, "optimizer.warmup_steps training.steps", "within the run"),
+    ({"optimizer.warmup_share": -0.1}, "optimizer.warmup_share", "between 0 and 1"),
+    ({"optimizer.warmup_share": 100.0}, "optimizer.warmup_share", "between 0 and 1"),
     ({"optimizer.min_lr_ratio": 1.5}, "optimizer.min_lr_ratio", "between 0 and 1"),
     ({**WSD, "optimizer.decay_share": -0.1}, "optimizer.decay_share", "between 0 and 1"),
     (
-        {**WSD, "optimizer.decay_share": 0.91},
-        "optimizer.warmup_steps optimizer.decay_share training.steps",
+        {**WSD, "optimizer.decay_share": 0.96},
+        "optimizer.warmup_share optimizer.decay_share",
         "overlap",
     ),
     ({**STEP, "optimizer.step_milestones": (0.9, 0.6)}, "optimizer.step_milestones", "rising"),
@@ -116,13 +116,10 @@ def test_a_broken_rule_is_told(changes: dict[str, Any], names: str, rule: str) -
     [
         {},
         *[{"preset": name, "model": preset()} for name, preset in PRESETS.items()],
-        {"optimizer.warmup_steps": 1000},
-        {"optimizer.warmup_steps": 0, **WSD, "optimizer.decay_share": 1.0},
-        {
-            "optimizer.warmup_steps": 930,
-            **WSD,
-            "optimizer.decay_share": 0.07,
-        },  # 0.07 * 1000 is above 70 in floats
+        {"optimizer.warmup_share": 1.0},
+        {"training.steps": 1},
+        {"optimizer.warmup_share": 0.0, **WSD, "optimizer.decay_share": 1.0},
+        {**WSD, "optimizer.warmup_share": 0.93, "optimizer.decay_share": 0.07},
         {**STEP, "optimizer.step_milestones": ()},
         {"optimizer.step_milestones": (2.0, 1.0)},  # another schedule does not look at them
         {"data.held_out": 0.0, "data.validation": "held-out.txt"},

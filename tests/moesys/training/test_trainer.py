@@ -246,7 +246,7 @@ def test_mtp_weight_zero_leaves_the_rest_as_without_modules():
 
 
 def test_the_rate_of_each_step():
-    config = tiny_run(optimizer={"warmup_steps": 2, "schedule": "linear"}, steps=6)
+    config = tiny_run(optimizer={"warmup_share": 1 / 3, "schedule": "linear"}, steps=6)
     _, results = run(config, 2, steps=6)
     assert [r.lr for r in results] == [learning_rate(config.optimizer, step, 6) for step in range(1, 7)]
     assert results[0].lr == pytest.approx(0.01)
