@@ -128,12 +128,16 @@ class Trainer:
         return torch.stack(losses).mean() if losses else torch.zeros(())
 
     def _clip(self) -> Tensor:
-        """Global gradient norm before clipping; scales the gradients when it is above the limit."""
+        """Global gradient norm before clipping; scales the gradients when it is above the limit.
+
+        A norm that is not finite scales nothing: it would spoil every gradient, and hide which one was first.
+        """
         gradients = list(self.weights.gradients().values())
         norm = torch.nn.utils.get_total_norm(gradients)
         limit = self.config.optimizer.clip
         if limit:
-            torch._foreach_mul_(gradients, torch.clamp(limit / (norm + 1e-6), max=1.0))
+            scale = torch.clamp(limit / (norm + 1e-6), max=1.0)
+            torch._foreach_mul_(gradients, torch.where(torch.isfinite(norm), scale, 1.0))
         return norm
 
     def _update(self, lr: float, counts: RoutingCounts) -> None:
