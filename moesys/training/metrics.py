@@ -59,11 +59,11 @@ class MetricsFile:
     def __init__(self, path: Path, *, keep_steps: int = 0) -> None:
         """Open for appending, after dropping whatever a stopped run wrote beyond step `keep_steps`."""
         self.path = path
-        lines = path.read_text().splitlines() if path.exists() else []
-        kept = [line for line in lines if _step_of(line) <= keep_steps]
-        if kept != lines or not path.exists():
+        text = path.read_text() if path.exists() else ""
+        kept = "".join(line + "\n" for line in text.splitlines() if _step_of(line) <= keep_steps)
+        if kept != text:
             beside = path.with_suffix(".tmp")
-            beside.write_text("".join(line + "\n" for line in kept))
+            beside.write_text(kept)
             os.replace(beside, path)
         self._file = path.open("a", buffering=1)
 
