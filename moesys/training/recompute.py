@@ -23,8 +23,13 @@ def apply_recompute(model: Transformer, text: str) -> None:
     Routing is remembered in the first forward and replayed in the second, never computed again.
     """
     for part in filter(None, (piece.strip() for piece in text.split(","))):
+        routes = part in ("block", "moe")
+        if routes:
+            for _, layer in model.moe_layers():
+                # compiled, first run and replay would be two graphs, which save different tensors
+                layer.route = torch.compiler.disable(layer.route)  # type: ignore[method-assign]
         for module in _modules(model, part):
-            module.forward = _checkpointed(module.forward, routes=part in ("block", "moe"))
+            module.forward = _checkpointed(module.forward, routes=routes)
 
 
 def _modules(model: Transformer, part: str) -> Iterator[nn.Module]:
