@@ -10,6 +10,7 @@ import sys
 import time
 from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
+from typing import Any
 
 import psutil
 import torch
@@ -17,8 +18,8 @@ import torch
 MEASURED_PACKAGES = ("moesys", "torch", "transformers", "numpy")
 
 
-def describe_machine() -> dict[str, str | int]:
-    """Processor, usable cores, threads of PyTorch, vector instructions in use, memory in bytes, system."""
+def describe_machine() -> dict[str, Any]:
+    """Processor, usable cores, PyTorch's threads and vector instructions, memory in bytes, system, load."""
     return {
         "processor": _processor_name(),
         "cores": len(psutil.Process().cpu_affinity())
@@ -28,6 +29,7 @@ def describe_machine() -> dict[str, str | int]:
         "instructions": torch.backends.cpu.get_cpu_capability(),
         "memory_bytes": psutil.virtual_memory().total,
         "system": platform.platform(),
+        "load_average": os.getloadavg()[0],
     }
 
 

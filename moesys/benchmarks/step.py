@@ -91,12 +91,17 @@ def main(arguments: Sequence[str]) -> int:
         f"{described['processor']}, {described['cores']} cores, {described['threads']} threads, "
         f"{described['instructions']}; batch {options.batch} x {options.sequence}, float32, AdamW (fused)"
     )
+    if described["load_average"] > 0.5 * described["cores"]:
+        print(
+            f"The machine is busy (load average {described['load_average']:.1f}): both sides are slower than they "
+            "could be, and OpenMP's waiting threads slow each other; OMP_WAIT_POLICY=PASSIVE helps then."
+        )
     results: dict[str, FamilyResult] = {}
     for family in options.families:
         results[family] = compare(family, FAMILIES[family](), options)
         print("\n" + "\n".join(summary(family, results[family])), flush=True)
         if options.json:
-            write_json(Path(options.json), ["step", *arguments], results)
+            write_json(Path(options.json), ["step", *arguments], described, results)
     return 0
 
 

@@ -9,6 +9,7 @@ from dataclasses import asdict, dataclass
 from datetime import UTC, datetime
 from pathlib import Path
 from statistics import median
+from typing import Any
 
 from moesys.benchmarks import machine
 from moesys.benchmarks.transformers_models import Implementation, Trial
@@ -90,14 +91,16 @@ def summary(family: str, result: FamilyResult) -> list[str]:
     ]
 
 
-def write_json(path: Path, arguments: Sequence[str], results: dict[str, FamilyResult]) -> None:
-    """Write results, command (`moesys bench` and `arguments`), date, commit, versions and machine."""
+def write_json(
+    path: Path, arguments: Sequence[str], described: dict[str, Any], results: dict[str, FamilyResult]
+) -> None:
+    """Write results, command (`moesys bench` and `arguments`), date, commit, versions, described machine."""
     record = {
         "command": shlex.join(["moesys", "bench", *arguments]),
         "date": datetime.now(UTC).isoformat(timespec="seconds"),
         "commit": machine.commit(),
         "versions": machine.describe_versions(),
-        "machine": machine.describe_machine(),
+        "machine": described,
         "families": {family: asdict(result) for family, result in results.items()},
     }
     path.write_text(json.dumps(record, indent=2) + "\n", encoding="utf-8")
