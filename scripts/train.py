@@ -3,12 +3,14 @@
     python scripts/train.py --training.steps 200 --model.num-experts 32
 
 takes the same configuration as `moesys train` and gives the same numbers; that command adds live progress,
-checkpoints on the way, resuming, and an orderly end on a signal.
+metrics.jsonl, checkpoints on the way, and an orderly end on a signal. Its --resume goes on with a run of this
+script as well.
 """
 
 from __future__ import annotations
 
 import sys
+from dataclasses import asdict
 from pathlib import Path
 
 from moesys.checkpoint import Checkpointer
@@ -16,7 +18,8 @@ from moesys.configuration import load_run_config
 from moesys.data import open_data
 from moesys.training.evaluate import evaluate
 from moesys.training.folder import create_run_folder
-from moesys.training.run import micro_batches, pick_device
+from moesys.training.loop import RunState, micro_batches
+from moesys.training.run import pick_device
 from moesys.training.trainer import Trainer
 
 
@@ -31,30 +34,35 @@ def main(arguments: list[str]) -> None:
         sequence_length=training.sequence_length,
         seed=training.seed,
     )
-    print(data.description)
-
     trainer = Trainer(config, pick_device(config))
-    tokens = 0
-    while trainer.step < training.steps:
-        result = trainer.train_step(micro_batches(data.train, config, trainer.step, trainer.device))
-        tokens += result.tokens
-        if trainer.step % 10 == 0:
-            print(f"step {trainer.step}: loss {result.loss:.4f}, gradient norm {result.grad_norm:.3f}", flush=True)
+    folder, config, handle = create_run_folder(config, data.tokenizer)
+    print(f"{folder}: {data.description}")
 
+    state = RunState(data=data.description)
+    while state.step < training.steps:
+        batches = micro_batches(data.train, config, state.samples, trainer.device)
+        result = trainer.train_step(batches)
+        state.step += 1
+        state.samples += training.batch_size
+        state.tokens += result.tokens
+        if state.step % 10 == 0 or state.step == training.steps:
+            print(
+                f"step {state.step}: loss {result.loss:.4f}, gradient norm {result.grad_norm:.3f}", flush=True
+            )
+
+    saver = Checkpointer(folder / "checkpoints", keep=1, asynchronous=False)
+    saver.save(state.step, trainer.tensors(), asdict(state))
+    saver.close()
     found = evaluate(
         trainer.model,
         data.validation,
         sequence_length=training.sequence_length,
         batch_size=training.micro_batch_size,
+        cross_document_attention=config.data.cross_document_attention,
     )
     print(f"held-out: {found.bits_per_byte:.4f} bits per byte (xz -9: {data.xz_bits_per_byte():.4f})")
-
-    folder, _ = create_run_folder(config)
-    data.tokenizer.save(folder / "tokenizer.json")
-    saver = Checkpointer(folder / "checkpoints", keep=1, asynchronous=False)
-    saver.save(trainer.step, trainer.tensors(), {"step": trainer.step, "tokens": tokens})
-    saver.close()
     print(f"saved {folder}; try: moesys generate {folder} --prompt 'def '")
+    handle.close()
 
 
 if __name__ == "__main__":

@@ -81,6 +81,14 @@ class Checkpointer:
         if error is not None:
             raise error
 
+    def check(self) -> None:
+        """Raise the error of a save that has failed in the background by now, without waiting for one under way.
+
+        Where torch.distributed is in use nothing happens: the ranks would not raise at the same step.
+        """
+        if self._thread is not None and not self._thread.is_alive() and self._group is None:
+            self.wait()
+
     def close(self) -> None:
         """Finish what is being written, as `wait` does; a second call does nothing."""
         try:

@@ -8,6 +8,7 @@ import os
 import resource
 import sys
 from collections.abc import Mapping
+from contextlib import AbstractContextManager
 from dataclasses import asdict
 from pathlib import Path
 from typing import Any
@@ -17,6 +18,7 @@ from torch import Tensor
 
 from moesys.models.moe import RoutingReport
 from moesys.routing.load import load_figures
+from moesys.training.folder import writing
 
 
 def peak_memory_bytes(device: torch.device) -> int:
@@ -54,38 +56,70 @@ class RoutingCounts:
 
 
 class MetricsFile:
-    """metrics.jsonl: one strict JSON object a line, a line a step; what is not finite becomes null."""
+    """metrics.jsonl: one strict JSON object a line, a line a step, with the system before `write` returns.
+
+    Every failure is an OSError that names the file and a way out.
+    """
 
     def __init__(self, path: Path, *, keep_steps: int = 0) -> None:
         """Open for appending, after dropping whatever a stopped run wrote beyond step `keep_steps`."""
         self.path = path
-        text = path.read_text() if path.exists() else ""
-        kept = "".join(line + "\n" for line in text.splitlines() if _step_of(line) <= keep_steps)
-        if kept != text:
-            beside = path.with_suffix(".tmp")
-            beside.write_text(kept)
-            os.replace(beside, path)
-        self._file = path.open("a", buffering=1)
+        with self._explained():
+            self._file = path.open("a+b", buffering=0)
+            end, ended = _end_of(path, keep_steps)
+            self._file.truncate(end)
+            if not ended:
+                self._append(b"\n")
 
     def write(self, row: dict[str, Any]) -> None:
-        """Append one line."""
-        self._file.write(json.dumps(_finite(row), allow_nan=False) + "\n")
+        """Append one line. Values that are not finite become null."""
+        with self._explained():
+            self._append(json.dumps(strict(row), allow_nan=False).encode() + b"\n")
+
+    def sync(self) -> None:
+        """Put what was written on the disk."""
+        with self._explained():
+            os.fsync(self._file.fileno())
 
     def close(self) -> None:
         """Close the file."""
         self._file.close()
 
+    def _append(self, data: bytes) -> None:
+        view = memoryview(data)
+        while view:
+            view = view[self._file.write(view) :]
 
-def _step_of(line: str) -> float:
+    def _explained(self) -> AbstractContextManager[None]:
+        return writing(
+            self.path,
+            "free some space or make it writable, then go on from the last checkpoint with "
+            f"`moesys train --resume {self.path.parent}`",
+        )
+
+
+def strict(value: Any) -> Any:
+    """The value as strict JSON has it: null in the place of every number that is not finite."""
+    if isinstance(value, dict):
+        return {key: strict(item) for key, item in value.items()}
+    if isinstance(value, list):
+        return [strict(item) for item in value]
+    return None if isinstance(value, float) and not math.isfinite(value) else value
+
+
+def _end_of(path: Path, keep_steps: int) -> tuple[int, bool]:
+    """Where the last line of a step up to keep_steps ends in bytes, and whether that is a line end."""
+    at, end, ended = 0, 0, True
+    with path.open("rb") as file:
+        for line in file:
+            at += len(line)
+            if _step_of(line) <= keep_steps:
+                end, ended = at, line.endswith(b"\n")
+    return end, ended
+
+
+def _step_of(line: bytes) -> float:
     try:
         return int(json.loads(line)["step"])
     except (ValueError, KeyError, TypeError):
         return math.inf  # a line cut off by a kill
-
-
-def _finite(value: Any) -> Any:
-    if isinstance(value, dict):
-        return {key: _finite(item) for key, item in value.items()}
-    if isinstance(value, list):
-        return [_finite(item) for item in value]
-    return None if isinstance(value, float) and not math.isfinite(value) else value

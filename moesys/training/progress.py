@@ -20,6 +20,7 @@ class TrainingProgress:
         self.console = Console(stderr=True, highlight=False, soft_wrap=True)
         self._steps = steps
         self._last_line = time.monotonic()
+        self._figures = ""
         self._bar = Progress(
             TextColumn("step {task.completed}/{task.total}"),
             BarColumn(bar_width=20),
@@ -43,7 +44,7 @@ class TrainingProgress:
     def update(self, row: dict[str, Any]) -> None:
         """Show a metrics row."""
         figures = (
-            f"loss {row['loss']:.4f}  lr {row['lr']:.2e}  grad {row['grad_norm']:.2f}  "
+            f"loss {_number(row['loss'], '.4f')}  lr {row['lr']:.2e}  grad {_number(row['grad_norm'], '.2f')}  "
             f"{row['tokens_per_second']:,.0f} tok/s"
         )
         self._bar.update(self._task, completed=row["step"], figures=figures)
@@ -51,7 +52,20 @@ class TrainingProgress:
         if not self.console.is_terminal and due:
             self._last_line = time.monotonic()
             self.note(f"step {row['step']}/{self._steps}  {figures}")
+        if "eval_loss" in row:
+            self.note(
+                f"step {row['step']}: held-out loss {_number(row['eval_loss'], '.4f')}, "
+                f"{_number(row['eval_bits_per_byte'], '.4f')} bits per byte (on {row['eval_tokens']:,} tokens)"
+            )
+
+    def evaluating(self, done: int, total: int) -> None:
+        """Show how far an evaluation is, in tokens."""
+        self._bar.update(self._task, figures=f"evaluating: {done:,} of {total:,} tokens")
 
     def note(self, text: str) -> None:
         """Print a line above the live one."""
         self.console.print(text, markup=False)
+
+
+def _number(value: float | None, form: str) -> str:
+    return "not finite" if value is None else format(value, form)
