@@ -143,8 +143,8 @@ def test_layout_of_the_incoming_gradient(layout):
 
 
 def test_sums_run_in_float32():
-    # 256 choices of 1/256 each: bfloat16 sums would stop at 1/2 of the way, where 1/256 is below half an ulp
-    choices = 256
+    # 1024 choices of 1/1024 each: bfloat16 sums would stop at 1/2, where 1/1024 is below half an ulp
+    choices = 1024
     permutation = sort_pairs(torch.arange(choices).unsqueeze(0), choices)
     x = torch.ones(1, 1, dtype=torch.bfloat16, requires_grad=True)
     rows = permute(x, permutation)
