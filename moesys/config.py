@@ -39,7 +39,7 @@ class DataConfig:
     validation: str = ""
     """Held-out text in the same format; "" holds out a share of the source's documents instead."""
     held_out: float = 0.05
-    """Share of the documents held out, chosen by a hash of each document's name."""
+    """Share of the documents held out, chosen by a hash of each document's name; of an only document, its end."""
     tokenizer: str = "bpe"
     """"bpe" (byte-level, model.vocab_size entries, trained on the training text), "bytes", or a tokenizer.json."""
     cache: str = ""

@@ -1,4 +1,4 @@
-"""Where text comes from: finding a source's files, telling what they are, and the split into documents."""
+"""Where text comes from: finding a source's files, telling what they are, and reading them as documents."""
 
 from __future__ import annotations
 
@@ -7,7 +7,6 @@ import sys
 import sysconfig
 from collections.abc import Iterator
 from dataclasses import dataclass
-from hashlib import blake2b
 from pathlib import Path
 from typing import Literal, cast
 
@@ -117,13 +116,6 @@ def find_source(source: str, *, format: str = "auto", text_field: str = "text") 
     if kind == "datasets" and (path / "dataset_dict.json").is_file() and (path / "train").is_dir():
         path = path / "train"
     return _source(kind, path, _files(path, kind), text_field)
-
-
-def is_held_out(name: str, share: float) -> bool:
-    """Whether the document of this name is held out: by its name's hash alone, so order, place and the other
-    documents do not matter."""
-    digest = blake2b(name.encode("utf-8", "surrogateescape"), digest_size=8, person=b"held-out").digest()
-    return int.from_bytes(digest, "big") < share * 2**64
 
 
 def _source(kind: Kind, root: Path, files: list[Path], text_field: str) -> Source:

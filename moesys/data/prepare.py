@@ -8,7 +8,6 @@ from contextlib import ExitStack
 from dataclasses import dataclass
 from hashlib import blake2b
 from pathlib import Path
-from typing import Literal
 
 import numpy as np
 import tokenizers
@@ -16,13 +15,13 @@ import tokenizers
 from moesys.config import DataConfig
 from moesys.data import evaluation, megatron
 from moesys.data.cache import TokenWriter, cache_root, cached, progress, read_tokens
-from moesys.data.corpus import Source, find_source, is_held_out
+from moesys.data.corpus import Source, find_source
 from moesys.data.dataset import TokenDataset
 from moesys.data.packing import TrainingStream
 from moesys.data.readers import Piece
+from moesys.data.split import Part, document_names, has_one_document, is_held_out, share_that_splits, split
 from moesys.data.tokenizer import Tokenizer, bytes_tokenizer, train_bpe
 
-Part = Literal["train", "held_out"]
 SAMPLE_CHARS = 8_000_000
 """A BPE is trained on at most this much of the training text, about a second's work."""
 SAMPLE_PIECE = 2**16
@@ -56,13 +55,13 @@ def open_data(
     """
     root = cache_root(data.cache)
     source = find_source(data.source, format=data.format, text_field=data.text_field)
-    held_out, share = None, data.held_out
+    held_out, share, cut = None, data.held_out, False
     if data.validation:
         held_out = find_source(data.validation, format=data.format, text_field=data.text_field)
         share = 0.0
         _check_apart(source, held_out)
     else:
-        _check_share(source, share)
+        cut = _check_share(source, share)
     tokenizer = tokenizer or _tokenizer(data, source, share, vocab_size, root)
     if tokenizer.vocab_size > vocab_size:
         raise ValueError(
@@ -71,6 +70,11 @@ def open_data(
         )
     train = _open(source, tokenizer, root, "train", share)
     validation = _open(held_out or source, tokenizer, root, "held_out", share if held_out is None else 1.0)
+    if validation.num_tokens < 2:
+        raise ValueError(
+            f"the held-out text of {validation.name} has {validation.num_tokens} token(s), and evaluation needs 2: "
+            "raise --data.held-out, or give other text with --data.validation PATH"
+        )
     stream = TrainingStream(
         dataset=train,
         sequence_length=sequence_length,
@@ -78,6 +82,8 @@ def open_data(
         cross_document_attention=data.cross_document_attention,
     )
     description = f"{source.title}: {_sizes(train)} to train on; {_sizes(validation)} held out"
+    if cut:
+        description += f": the last {100 * share:.3g}% of its only document"
     return Data(tokenizer=tokenizer, train=stream, validation=validation, description=description)
 
 
@@ -100,24 +106,35 @@ def _check_apart(source: Source, held_out: Source) -> None:
             )
 
 
-def _check_share(source: Source, share: float) -> None:
+def _check_share(source: Source, share: float) -> bool:
+    """Refuse what can be refused before anything is read; returns whether an only document will be cut in two."""
     if not 0 < share < 1:
         raise ValueError(
             f"data.held_out is a share between 0 and 1, got {share}; or give --data.validation PATH"
         )
+    if source.kind == "megatron":
+        return len(megatron.open_indexed(source.root).offsets) == 2
+    if has_one_document(source):
+        return True
     if source.kind in ("stdlib", "text"):  # their names are known before anything is read
-        held_out = sum(is_held_out(source.name_of(file), share) for file in source.files)
-        _check_parts(source, share, len(source.files) - held_out, held_out)
+        names = document_names(source)
+        held_out = sum(is_held_out(name, share) for name in names)
+        better = share_that_splits(names, share) if names else None
+        hint = f"set --data.held-out {better} for instance" if better else "rename a file"
+        _check_parts(source, share, len(names) - held_out, held_out, hint)
+    return False
 
 
-def _check_parts(source: Source, share: float, num_train: int, num_held_out: int) -> None:
+def _check_parts(
+    source: Source, share: float, num_train: int, num_held_out: int, hint: str = "change --data.held-out"
+) -> None:
     if num_train + num_held_out == 0:
         raise ValueError(f"{source.root} holds no text: every document is empty; check the path")
     if 0 < share < 1 and not (num_train and num_held_out):
         raise ValueError(
             f"{source.root} has {num_train + num_held_out} document(s); data.held_out {share} puts {num_train} into "
-            f"training and {num_held_out} into held-out text, and both need at least 1: change --data.held-out, "
-            "give held-out text of its own with --data.validation PATH, or cut the text into more files"
+            f"training and {num_held_out} into held-out text, and both need at least 1: {hint}, give "
+            "held-out text of its own with --data.validation PATH, or cut the text into more files"
         )
 
 
@@ -173,7 +190,7 @@ def _rank(name: str, part: int) -> int:
 
 
 def _training_pieces(source: Source, share: float) -> Iterator[Piece]:
-    return (piece for piece in source.pieces() if not is_held_out(piece.name, share))
+    return (piece for part, piece in split(source, share) if part == "train")
 
 
 def _watched(pieces: Iterable[Piece], advance: Callable[[int], None]) -> Iterator[Piece]:
@@ -227,10 +244,9 @@ def _tokenise(source: Source, tokenizer: Tokenizer, share: float, folder: Path) 
             for part in counts
         }
         advance = stack.enter_context(progress("Tokenising", _progress_total(source)))
-        for chunk in _chunks(source.pieces()):
-            encoded = tokenizer.encode_batch([piece.text for piece in chunk])
-            for piece, ids in zip(chunk, encoded, strict=True):
-                part = "held_out" if is_held_out(piece.name, share) else "train"
+        for chunk in _chunks(split(source, share)):
+            encoded = tokenizer.encode_batch([piece.text for _, piece in chunk])
+            for (part, piece), ids in zip(chunk, encoded, strict=True):
                 num_bytes = len(piece.text.encode())
                 writers[part].add(ids, num_bytes, first=piece.first)
                 counts[part] += piece.first
@@ -238,11 +254,11 @@ def _tokenise(source: Source, tokenizer: Tokenizer, share: float, folder: Path) 
     _check_parts(source, share, counts["train"], counts["held_out"])
 
 
-def _chunks(pieces: Iterable[Piece]) -> Iterator[list[Piece]]:
-    chunk: list[Piece] = []
+def _chunks(pieces: Iterable[tuple[Part, Piece]]) -> Iterator[list[tuple[Part, Piece]]]:
+    chunk: list[tuple[Part, Piece]] = []
     size = 0
-    for piece in pieces:
-        chunk.append(piece)
+    for part, piece in pieces:
+        chunk.append((part, piece))
         size += len(piece.text)
         if size >= ENCODE_CHARS:
             yield chunk
@@ -255,7 +271,11 @@ def _open_indexed(source: Source, tokenizer: Tokenizer, root: Path, part: Part, 
     """Megatron files as they are; a document's name is its number in the file."""
     file = megatron.open_indexed(source.root)
     offsets, origins = file.offsets, None
-    if 0 < share < 1:
+    if 0 < share < 1 and len(offsets) == 2:
+        cut = round(int(offsets[1]) * (1 - share))
+        start, stop = (0, cut) if part == "train" else (cut, int(offsets[1]))
+        offsets, origins = np.array([0, stop - start]), np.array([start])
+    elif 0 < share < 1:
         mask = _held_out_documents(source, root, share, len(offsets) - 1) == (part == "held_out")
         lengths = np.diff(offsets)[mask]
         origins = offsets[:-1][mask]

@@ -126,10 +126,21 @@ def test_a_tokenizer_must_be_named(tmp_path, write_megatron, open_source):
         open_source(prefix, tokenizer="bpe")
 
 
-def test_one_document_cannot_be_split(tmp_path, write_megatron, open_source):
-    prefix = write_megatron(tmp_path / "data", [[[1, 2, 3]]])
-    with pytest.raises(ValueError, match=r"1 document\(s\); .*--data\.validation PATH"):
-        open_source(prefix)
+def test_the_end_of_an_only_document_is_held_out(tmp_path, write_megatron, open_source):
+    prefix = write_megatron(tmp_path / "data", [[[*range(1, 30), 256]]])
+    data = open_source(prefix, held_out=0.3)
+    train, held_out = data.train.dataset, data.validation
+    assert train.read(0, train.num_tokens).tolist() == [*range(1, 22)]
+    assert held_out.read(0, held_out.num_tokens).tolist() == [*range(22, 30), 256]
+    assert data.train.batch(0, 1).labels.min() > 0
+    assert sum(batch.num_labels for batch in evaluation_batches(held_out, 4, 2)) == 8
+    assert data.description.endswith("9 tokens held out: the last 30% of its only document")
+
+
+def test_too_little_is_held_out(tmp_path, write_megatron, open_source):
+    prefix = write_megatron(tmp_path / "data", [[[*range(1, 30)]]])
+    with pytest.raises(ValueError, match=r"has 1 token\(s\), and evaluation needs 2: raise --data\.held-out"):
+        open_source(prefix, held_out=0.03)
 
 
 def test_validation_of_its_own(tmp_path, write_megatron):

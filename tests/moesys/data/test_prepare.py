@@ -1,6 +1,7 @@
 from __future__ import annotations
 
 import json
+import re
 import shutil
 
 import numpy as np
@@ -8,9 +9,9 @@ import pytest
 import torch
 
 from moesys.data import Tokenizer, open_text, prepare, readers
-from moesys.data.corpus import is_held_out
 from moesys.data.prepare import sample
 from moesys.data.readers import Piece
+from moesys.data.split import is_held_out
 
 
 @pytest.fixture
@@ -84,14 +85,23 @@ def test_validation_may_not_be_part_of_the_training_text(folder, open_source):
         open_source(folder, validation=str(folder / "03.txt"))
 
 
-def test_one_text_cannot_be_split(tmp_path, open_source):
-    (tmp_path / "a.txt").write_text("all there is")
-    with pytest.raises(ValueError, match=r"1 document\(s\); data\.held_out 0\.3 .*--data\.validation PATH"):
-        open_source(tmp_path / "a.txt")
-    (tmp_path / "a.jsonl").write_text('{"text": "all there is"}\n')
+def test_documents_that_all_fall_on_one_side(tmp_path, open_source):
+    for name in ("a", "b", "c"):
+        (tmp_path / f"{name}.txt").write_text(f"text of {name}, which is long enough")
+    with pytest.raises(
+        ValueError, match=r"3 document\(s\); data\.held_out 0\.01 .*--data\.validation PATH"
+    ) as error:
+        open_source(tmp_path, held_out=0.01)
+    share = re.search(r"set --data\.held-out ([\d.]+) for instance", str(error.value))
+    assert share is not None
+    data = open_source(tmp_path, held_out=float(share[1]))
+    assert data.train.dataset.num_documents + data.validation.num_documents == 3
+    (tmp_path / "a.jsonl").write_text('{"text": "row one"}\n{"text": "row two"}\n')
     for tokenizer in ("bytes", "bpe"):
-        with pytest.raises(ValueError, match=r"1 document\(s\); data\.held_out"):
-            open_source(tmp_path / "a.jsonl", tokenizer=tokenizer)
+        with pytest.raises(
+            ValueError, match=r"2 document\(s\); data\.held_out 1e-06 .*change --data\.held-out"
+        ):
+            open_source(tmp_path / "a.jsonl", tokenizer=tokenizer, held_out=1e-6)
 
 
 def test_text_that_is_all_empty_is_named(tmp_path, open_source):

@@ -12,7 +12,8 @@ import pyarrow.parquet as pq
 import pytest
 
 from moesys.data import readers
-from moesys.data.corpus import find_source, is_held_out
+from moesys.data.corpus import find_source
+from moesys.data.split import is_held_out
 
 ROWS = ["first text", "zweiter Text: größer", "", "third\nwith lines\n"]
 

@@ -173,6 +173,6 @@ def test_byte_counts_are_only_promised_where_they_hold(bpe, tmp_path, open_sourc
 
 
 def held_out(name: str) -> bool:
-    from moesys.data.corpus import is_held_out
+    from moesys.data.split import is_held_out
 
     return is_held_out(name, 0.3)
