@@ -19,7 +19,7 @@ def introduction(folder: Path, config: RunConfig, data: str, device: torch.devic
     layers = model.moe_layer_indices
     lines = [
         f"run      {folder}",
-        f"model    {config.preset}: {count.total / 1e6:.1f} M parameters, {count.active / 1e6:.1f} M active",
+        f"model    {config.preset}: {_size(count.total)} parameters, {_size(count.active)} active",
     ]
     if layers:
         lines.append(
@@ -53,6 +53,14 @@ def stopped(folder: Path, by: Signals, step: int) -> str:
         f"stopped by {by.name} after step {step}; everything is saved. Go on with:\n"
         f"  moesys train --resume {folder}"
     )
+
+
+def _size(count: int) -> str:
+    """A number of parameters as people say it."""
+    for unit, name in ((10**9, " B"), (10**6, " M"), (10**3, " k")):
+        if count >= unit:
+            return f"{count / unit:.1f}{name}"
+    return str(count)
 
 
 def _active_losses(config: RunConfig) -> Iterator[str]:

@@ -19,8 +19,7 @@ class TrainingProgress:
     def __init__(self, step: int, steps: int) -> None:
         self.console = Console(stderr=True, highlight=False, soft_wrap=True)
         self._steps = steps
-        self._last_line = time.monotonic()
-        self._figures = ""
+        self._due = time.monotonic()
         self._bar = Progress(
             TextColumn("step {task.completed}/{task.total}"),
             BarColumn(bar_width=20),
@@ -48,9 +47,9 @@ class TrainingProgress:
             f"{row['tokens_per_second']:,.0f} tok/s"
         )
         self._bar.update(self._task, completed=row["step"], figures=figures)
-        due = time.monotonic() - self._last_line > QUIET_SECONDS or row["step"] == self._steps
-        if not self.console.is_terminal and due:
-            self._last_line = time.monotonic()
+        due = time.monotonic() > self._due and not self.console.is_terminal
+        if due or row["step"] == self._steps:
+            self._due = time.monotonic() + QUIET_SECONDS
             self.note(f"step {row['step']}/{self._steps}  {figures}")
         if "eval_loss" in row:
             self.note(
