@@ -270,6 +270,21 @@ def test_decode_gives_the_logits_of_the_forward(changes, cuts):
     torch.testing.assert_close(got, want[:, ends], atol=1e-11, rtol=0)
 
 
+@pytest.mark.parametrize("changes", [{}, {"attention": "gqa"}])
+def test_decode_in_bfloat16(changes):
+    model = random_model(tiny(d_model=32, moe_layers="", **changes), dtype=torch.float32)
+    with torch.no_grad():
+        for parameter in model.parameters():
+            parameter.mul_(0.5)
+    model.to(torch.bfloat16)
+    tokens = random_batch(13, [[7], [7]], 7).tokens
+    with torch.no_grad():
+        want = model.logits(tokens, torch.arange(7).expand(2, 7), torch.zeros_like(tokens)).float()
+        got = decoded(model, tokens, [4, 1, 1, 1])
+    assert got.dtype == torch.bfloat16
+    assert (got.float() - want[:, 3:]).norm() / want[:, 3:].norm() < 0.03
+
+
 def test_cache_of_deepseek_v2():
     # 576 numbers per token and layer, where 128 heads of keys and values are 32,768
     with torch.device("meta"):
