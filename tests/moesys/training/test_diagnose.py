@@ -79,7 +79,7 @@ def test_weight(name, precision):
     [
         "blocks.0.attention.kv_up",
         "blocks.1.feed_forward.experts",
-        "blocks.2.feed_forward.shared.w13",
+        "blocks.2.feed_forward.shared",
         "mtp.0.mix",
     ],
 )
