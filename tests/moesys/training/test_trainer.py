@@ -284,7 +284,7 @@ def test_it_learns():
     trainer = random_trainer(config)
     batch = cut(batches(0), 2)
     results = [trainer.train_step(batch) for _ in range(40)]
-    assert results[-1].ce_loss < 0.3 * results[0].ce_loss
+    assert results[-1].ce_loss < 0.5 * results[0].ce_loss
     assert results[-1].mtp_loss < results[0].mtp_loss
 
 
