@@ -17,9 +17,9 @@ class AttentionContext:
     """What every attention layer of one forward pass needs besides its input."""
 
     cos: Tensor
-    """[B, S, 1, R/2] float32 or float64."""
+    """[B, S, 1, R] float32 or float64, as `rotation` makes it."""
     sin: Tensor
-    """[B, S, 1, R/2] float32 or float64."""
+    """[B, S, 1, R] float32 or float64, as `rotation` makes it."""
     mask: Tensor | None
     """[B, 1, S, L] additive, 0 or -inf, in the compute dtype; None means plainly causal."""
 

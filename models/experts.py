@@ -5,8 +5,8 @@ from __future__ import annotations
 import torch
 from torch import Tensor, nn
 
-from moesys.kernels.activation import activate, is_gated
-from moesys.kernels.grouped_gemm import gmm
+from moesys.kernels.activation import is_gated
+from moesys.kernels.expert_mlp import expert_mlp
 
 
 class Experts(nn.Module):
@@ -24,5 +24,4 @@ class Experts(nn.Module):
 
     def forward(self, rows: Tensor, counts: Tensor) -> Tensor:
         """rows [R, D] sorted by expert, counts [E] rows per expert -> [R, D]."""
-        hidden = activate(gmm(rows, self.w13, counts, trans_b=True), self.activation)
-        return gmm(hidden, self.w2, counts, trans_b=True)
+        return expert_mlp(rows, self.w13, self.w2, counts, self.activation)

@@ -45,37 +45,39 @@ def attention_scale(config: ModelConfig, head_dim: int) -> float:
 
 
 def rotation(positions: Tensor, frequencies: Tensor, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
-    """Cosine and sine of every angle. positions [B, S] int64, frequencies [R/2] -> two [B, S, 1, R/2].
+    """Factors of a rotation for every dim. positions [B, S] int64, frequencies [R/2] -> two [B, S, 1, R].
 
-    The angles are taken in float64, so that long contexts lose nothing; the result is float32 or better.
+    The first is the cosine of a dim's angle, the second its sine, negative in the first half. The angles are taken
+    in float64, so that long contexts lose nothing; the result is float32 or better.
     """
-    angles = positions.to(torch.float64).unsqueeze(-1) * frequencies.to(positions.device)
+    angles = (positions.to(torch.float64).unsqueeze(-1) * frequencies.to(positions.device)).unsqueeze(2)
     wide = torch.promote_types(dtype, torch.float32)
-    return angles.cos().unsqueeze(2).to(wide), angles.sin().unsqueeze(2).to(wide)
+    cos, sin = angles.cos().to(wide), angles.sin().to(wide)
+    return torch.cat([cos, cos], dim=-1), torch.cat([-sin, sin], dim=-1)
 
 
 def rotate(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
-    """Rotate x [B, S, H, R] by the angles of its positions; computed in float32 or better, in x's dtype."""
+    """Rotate x [B, S, H, R] by the factors of `rotation`; computed in float32 or better, in x's dtype."""
     return _Rotate.apply(x, cos, sin)
 
 
-def _turn(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
-    first, second = x.to(cos.dtype).chunk(2, dim=-1)
-    out = torch.empty(x.shape, dtype=cos.dtype, device=x.device)
-    half = first.shape[-1]
-    out[..., :half] = first * cos - second * sin
-    out[..., half:] = second * cos + first * sin
-    return out.to(x.dtype)
+def _turned(x: Tensor) -> Tensor:
+    """The halves of the last dim exchanged, in new memory."""
+    first, second = x.chunk(2, dim=-1)
+    return torch.cat([second, first], dim=-1)
 
 
 class _Rotate(torch.autograd.Function):
     @staticmethod
     def forward(ctx, x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
         ctx.save_for_backward(cos, sin)
-        return _turn(x, cos, sin)
+        wide = x.to(cos.dtype)
+        return _turned(wide).mul_(sin).addcmul_(wide, cos).to(x.dtype)
 
     @staticmethod
     @once_differentiable
     def backward(ctx, grad: Tensor):
         cos, sin = ctx.saved_tensors
-        return _turn(grad, cos, -sin), None, None
+        wide = grad.to(cos.dtype)
+        # the inverse rotation: the sine's sign turned
+        return (wide * cos).addcmul_(_turned(wide), sin, value=-1).to(grad.dtype), None, None

@@ -177,7 +177,7 @@ class Transformer(nn.Module):
         return Hidden(main=main, predicted=tuple(predicted), routing=routing)
 
     def forward(
-        self, tokens: Tensor, labels: Tensor, positions: Tensor, documents: Tensor, chunk: int = 1024
+        self, tokens: Tensor, labels: Tensor, positions: Tensor, documents: Tensor, chunk: int = 256
     ) -> LossSums:
         """Loss sums of one micro-batch. All arguments [B, S] int64; labels as in `moesys.data.Batch`."""
         hidden = self.hidden(tokens, positions, documents)

@@ -1,5 +1,5 @@
 """Feed-forward activations, gated and not."""
 
-from moesys.kernels.activation.op import activate, is_gated
+from moesys.kernels.activation.op import activate, activate_backward, is_gated
 
-__all__ = ["activate", "is_gated"]
+__all__ = ["activate", "activate_backward", "is_gated"]

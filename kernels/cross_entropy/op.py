@@ -13,7 +13,7 @@ IGNORE = -100
 """Label of a position that has no target."""
 
 
-def linear_cross_entropy(hidden: Tensor, weight: Tensor, labels: Tensor, chunk: int = 1024) -> Tensor:
+def linear_cross_entropy(hidden: Tensor, weight: Tensor, labels: Tensor, chunk: int = 256) -> Tensor:
     """Sum over tokens of the cross-entropy of hidden @ weight.T against labels, in nats.
 
     hidden [T, D], weight [V, D] of one dtype, labels [T] int64 (IGNORE where there is none) -> scalar in float32
@@ -43,7 +43,8 @@ class _LinearCrossEntropy(torch.autograd.Function):
                 continue
             slope = log_probs.exp_()
             slope.scatter_add_(1, target, slope.new_full(target.shape, -1.0))
-            slope.mul_(real.unsqueeze(1))
+            if not bool(real.all()):
+                slope.mul_(real.unsqueeze(1))
             slope = slope.to(hidden.dtype)
             if grad_hidden is not None:
                 torch.mm(slope, weight, out=grad_hidden[rows])

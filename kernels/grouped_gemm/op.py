@@ -45,7 +45,8 @@ def gmm(
     return _GroupedGemm.apply(a, b, batch_sizes, trans_b, backend or pick_backend(a, b))
 
 
-def product(a: Tensor, b: Tensor, sizes: Tensor, trans_b: bool, backend: Backend) -> Tensor:
+@torch.library.custom_op("moesys::grouped_product", mutates_args=())
+def product(a: Tensor, b: Tensor, sizes: Tensor, trans_b: bool, backend: str) -> Tensor:
     """The forward alone, without autograd; arguments as in `gmm`."""
     if backend == "torch" and a.shape[0]:
         return F.grouped_mm(a, b.transpose(1, 2) if trans_b else b, offs=_ends(sizes))
@@ -56,7 +57,8 @@ def product(a: Tensor, b: Tensor, sizes: Tensor, trans_b: bool, backend: Backend
     return out
 
 
-def outer_product(x: Tensor, y: Tensor, sizes: Tensor, backend: Backend) -> Tensor:
+@torch.library.custom_op("moesys::grouped_outer_product", mutates_args=())
+def outer_product(x: Tensor, y: Tensor, sizes: Tensor, backend: str) -> Tensor:
     """Ragged inner dim: x_eᵀ·y_e for every group. x [R, M], y [R, N] -> [E, M, N]; zeros for empty groups."""
     if backend == "torch" and x.shape[0]:
         return F.grouped_mm(x.t(), y, offs=_ends(sizes))
@@ -65,6 +67,16 @@ def outer_product(x: Tensor, y: Tensor, sizes: Tensor, backend: Backend) -> Tens
     for left, right, into in zip(x.split(groups), y.split(groups), out.unbind(0), strict=True):
         torch.mm(left.t(), right, out=into)
     return out
+
+
+@product.register_fake
+def _(a: Tensor, b: Tensor, sizes: Tensor, trans_b: bool, backend: str) -> Tensor:
+    return a.new_empty(a.shape[0], b.shape[1] if trans_b else b.shape[2])
+
+
+@outer_product.register_fake
+def _(x: Tensor, y: Tensor, sizes: Tensor, backend: str) -> Tensor:
+    return x.new_empty(sizes.shape[0], x.shape[1], y.shape[1])
 
 
 def _ends(sizes: Tensor) -> Tensor:

@@ -8,6 +8,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 import torch
+import torch.nn.functional as F
 from torch import Tensor
 from torch.autograd.function import once_differentiable
 
@@ -55,23 +56,25 @@ def unpermute(rows: Tensor, weights: Tensor, permutation: Permutation) -> Tensor
     return _Unpermute.apply(rows, weights, permutation.pairs, permutation.tokens, permutation.rows)
 
 
-def _sum_rows(rows: Tensor, index: Tensor, weights: Tensor | None, wide: torch.dtype) -> Tensor:
-    """Sum over k of weights[t, k] * rows[index[t, k]]; an index one past the end adds nothing."""
-    num_rows = rows.shape[0]
-    total = rows.new_zeros(index.shape[0], rows.shape[1], dtype=wide)
-    if num_rows == 0:
-        return total
-    whole = num_rows == index.numel()  # nothing dropped: no pair needs the mask
-    for choice in index.unbind(1):
-        part = rows.index_select(0, choice if whole else choice.clamp(max=num_rows - 1)).to(wide)
-        if not whole:
-            part.masked_fill_((choice == num_rows).unsqueeze(1), 0)
-        if weights is None:
-            total += part
-        else:
-            total.addcmul_(part, weights[:, :1])
-            weights = weights[:, 1:]
-    return total
+def _sum_rows(rows: Tensor, index: Tensor, weights: Tensor | None) -> Tensor:
+    """Sum over k of weights[t, k] * rows[index[t, k]] in float32 or better; an index past the end adds nothing.
+
+    Each token's sum is one sequential loop of `embedding_bag`, which neither reads nor weighs what was dropped.
+    """
+    wide = _wide(rows.dtype)
+    if weights is not None:
+        weights = weights.to(wide)
+    if rows.shape[0] == 0:
+        return rows.new_zeros(index.shape[0], rows.shape[1], dtype=wide)
+    rows = rows.to(wide)
+    if rows.shape[0] == index.numel():
+        return F.embedding_bag(index, rows, mode="sum", per_sample_weights=weights)
+    kept = index < rows.shape[0]
+    starts = kept.sum(dim=1).cumsum(0).roll(1)
+    starts[0] = 0
+    if weights is not None:
+        weights = weights[kept]
+    return F.embedding_bag(index[kept], rows, starts, mode="sum", per_sample_weights=weights)
 
 
 def _wide(dtype: torch.dtype) -> torch.dtype:
@@ -88,17 +91,14 @@ class _Permute(torch.autograd.Function):
     @once_differentiable
     def backward(ctx, grad: Tensor):
         (rows,) = ctx.saved_tensors
-        return _sum_rows(grad, rows, None, _wide(grad.dtype)).to(grad.dtype), None, None
+        return _sum_rows(grad, rows, None).to(grad.dtype), None, None
 
 
 class _Unpermute(torch.autograd.Function):
     @staticmethod
     def forward(ctx, rows: Tensor, weights: Tensor, pairs: Tensor, tokens: Tensor, index: Tensor) -> Tensor:
         ctx.save_for_backward(rows, weights, pairs, tokens)
-        wide = _wide(rows.dtype)
-        if rows.shape[0] < index.numel():  # the weight of a dropped pair may be anything, NaN too
-            weights = weights.masked_fill(index == rows.shape[0], 0)
-        return _sum_rows(rows, index, weights.to(wide), wide).to(rows.dtype)
+        return _sum_rows(rows, index, weights).to(rows.dtype)
 
     @staticmethod
     @once_differentiable

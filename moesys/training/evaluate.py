@@ -36,7 +36,7 @@ def evaluate(
     batch_size: int,
     max_tokens: int | None = None,
     cross_document_attention: bool = False,
-    chunk: int = 1024,
+    chunk: int = 256,
     on_batch: Callable[[int], None] = lambda tokens: None,
 ) -> Evaluation:
     """Predict every token once in windows of sequence_length, or evenly spread windows of max_tokens in all.
