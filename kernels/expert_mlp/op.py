@@ -83,8 +83,11 @@ def _backward(
 
 
 def _in_blocks(rows: Tensor) -> bool:
-    """Whether to go expert by expert through the cache (a CPU), or take grouped products of all rows."""
-    return rows.device.type == "cpu"
+    """Whether to go expert by expert through the cache of a CPU, or take grouped products of all rows.
+
+    Low precision takes the latter: adding up an expert's weight gradient block by block would round every time.
+    """
+    return rows.device.type == "cpu" and rows.dtype in (torch.float32, torch.float64)
 
 
 def _blocks(counts: Tensor) -> Iterator[tuple[int, int, int]]:
