@@ -44,7 +44,7 @@ def _forward(rows: Tensor, w13: Tensor, w2: Tensor, counts: Tensor, activation: 
         hidden = product(rows, w13, counts, True, pick_backend(rows, w13))
         return product(activate(hidden, activation), w2, counts, True, pick_backend(rows, w2)), hidden
     hidden, out = rows.new_empty(rows.shape[0], w13.shape[1]), torch.empty_like(rows)
-    for expert, start, stop in _blocks(counts, BLOCK_ROWS):
+    for expert, start, stop in _blocks(counts):
         before = torch.mm(rows[start:stop], w13[expert].t(), out=hidden[start:stop])
         torch.mm(activate(before, activation), w2[expert].t(), out=out[start:stop])
     return out, hidden
@@ -64,10 +64,8 @@ def _backward(
             outer_product(grad, act, counts, pick_backend(grad, w2)),
         )
     grad_rows, grad_w13, grad_w2 = torch.empty_like(rows), torch.empty_like(w13), torch.empty_like(w2)
-    # lower precision gets one block an expert, whose products round once
-    exact = rows.dtype in (torch.float32, torch.float64)
     seen = set()
-    for expert, start, stop in _blocks(counts, BLOCK_ROWS if exact else rows.shape[0]):
+    for expert, start, stop in _blocks(counts):
         above = grad[start:stop]
         act, slope = activate_backward(hidden[start:stop], torch.mm(above, w2[expert]), activation)
         torch.mm(slope, w13[expert], out=grad_rows[start:stop])
@@ -92,12 +90,12 @@ def _in_blocks(rows: Tensor) -> bool:
     return rows.device.type == "cpu" and rows.dtype in (torch.float32, torch.float64)
 
 
-def _blocks(counts: Tensor, size: int) -> Iterator[tuple[int, int, int]]:
-    """(expert, first row, one past the last) of every block of at most `size` rows, in order."""
+def _blocks(counts: Tensor) -> Iterator[tuple[int, int, int]]:
+    """(expert, first row, one past the last) of every block, in order."""
     start = 0
     for expert, count in enumerate(counts.tolist()):
-        for first in range(start, start + count, size):
-            yield expert, first, min(first + size, start + count)
+        for first in range(start, start + count, BLOCK_ROWS):
+            yield expert, first, min(first + BLOCK_ROWS, start + count)
         start += count
 
 
