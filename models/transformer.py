@@ -74,21 +74,18 @@ class Block(nn.Module):
     ) -> tuple[Tensor, RoutingReport | None]:
         """x [B, S, D], real [B, S] bool or None -> [B, S, D] and the routing report of a MoE block."""
         x = x + self.attention(self.attention_norm(x), context)
-        return self._feed_forward(x, real, memory)
+        normed = self.feed_forward_norm(x)
+        if isinstance(self.feed_forward, MoE):  # asked here, so that compiled graphs of the kinds stay apart
+            out, report = self.feed_forward(normed, real, memory=memory)
+            return x + out, report
+        return x + self.feed_forward(normed), None
 
     def decode(self, x: Tensor, context: AttentionContext, cache: Tensor, start: int) -> Tensor:
         """As `forward`, for new tokens over a cache that is filled up to `start`."""
         x = x + self.attention.decode(self.attention_norm(x), context, cache, start)
-        return self._feed_forward(x, None, None)[0]
-
-    def _feed_forward(
-        self, x: Tensor, real: Tensor | None, memory: RoutingMemory | None
-    ) -> tuple[Tensor, RoutingReport | None]:
         normed = self.feed_forward_norm(x)
-        if isinstance(self.feed_forward, MoE):
-            out, report = self.feed_forward(normed, real, memory=memory)
-            return x + out, report
-        return x + self.feed_forward(normed), None
+        out = self.feed_forward(normed)
+        return x + (out[0] if isinstance(self.feed_forward, MoE) else out)
 
 
 class MultiTokenPrediction(nn.Module):

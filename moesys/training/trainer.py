@@ -53,8 +53,10 @@ class Trainer:
         self.weights = MasterWeights(self.model, compute)
         self.optimizer = make_optimizer(self.weights, config.optimizer)
         if config.training.compile:
+            # with dynamic shapes a recomputation may meet another graph than its forward
+            dynamic = False if config.training.recompute else None
             for block in self.model.blocks:
-                block.forward = torch.compile(block.forward)
+                block.forward = torch.compile(block.forward, dynamic=dynamic)
         apply_recompute(self.model, config.training.recompute)
 
     def tensors(self) -> dict[str, Tensor]:
