@@ -8,6 +8,7 @@ from torch import Tensor
 
 from moesys.kernels.activation import activate, activate_backward, is_gated
 from moesys.kernels.expert_mlp import expert_mlp
+from moesys.kernels.expert_mlp.op import BLOCK_ROWS
 from moesys.testing import oracles
 
 NAMES = ["swiglu", "geglu", "gelu", "relu"]
@@ -74,7 +75,9 @@ def test_any_sizes(counts, width, inner, name):
     check(counts, width, inner, name)
 
 
-@pytest.mark.parametrize("counts", [[255, 256, 257], [1000, 0, 3], [513]])
+@pytest.mark.parametrize(
+    "counts", [[BLOCK_ROWS - 1, BLOCK_ROWS, BLOCK_ROWS + 1], [3 * BLOCK_ROWS + 7, 0, 3], [2 * BLOCK_ROWS + 1]]
+)
 def test_more_rows_than_a_block(counts):
     check(counts, 8, 5, "swiglu", reference=fast)
 
@@ -126,9 +129,9 @@ def test_low_precision(name, dtype, limit):
 
 def test_weight_gradients_are_rounded_once_in_bfloat16():
     # 16 blocks of rows that each add 1 to a gradient of 256, where bfloat16's spacing is 2
-    rows = torch.zeros(17 * 256, 1)
+    rows = torch.zeros(17 * BLOCK_ROWS, 1)
     rows[:256] = 1.0
-    rows[256::256] = 1.0
+    rows[BLOCK_ROWS::BLOCK_ROWS] = 1.0
     rows = rows.to(torch.bfloat16).requires_grad_()
     w13 = torch.ones(1, 1, 1, dtype=torch.bfloat16, requires_grad=True)
     w2 = torch.ones(1, 1, 1, dtype=torch.bfloat16, requires_grad=True)
