@@ -22,6 +22,6 @@ class FeedForward(nn.Module):
     def forward(self, x: Tensor) -> Tensor:
         """x [..., D] -> [..., D]. It is one expert that gets every token."""
         rows = x.reshape(-1, x.shape[-1])
-        counts = torch.full((1,), rows.shape[0])
+        counts = torch.full((1,), rows.shape[0], device=rows.device)
         w13, w2 = self.w13.weight.unsqueeze(0), self.w2.weight.unsqueeze(0)
         return expert_mlp(rows, w13, w2, counts, self.activation).view_as(x)

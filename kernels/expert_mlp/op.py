@@ -24,7 +24,8 @@ def expert_mlp(rows: Tensor, w13: Tensor, w2: Tensor, counts: Tensor, activation
 
     rows [R, D], w13 [E, W, D], w2 [E, D, F], counts [E] integers, sum R -> [R, D]. All of one dtype; products
     accumulate in float32 or better. The gradient of an expert without rows is exactly zero.
-    Raises ValueError for shapes that do not fit each other.
+    Raises ValueError for shapes that do not fit each other (on a GPU, where it would cost a wait, the sum of the
+    counts is not looked at).
     """
     experts, inner, width = w13.shape
     half = inner // 2 if is_gated(activation) else inner
@@ -43,6 +44,8 @@ def _forward(rows: Tensor, w13: Tensor, w2: Tensor, counts: Tensor, activation: 
     if not _in_blocks(rows):
         hidden = product(rows, w13, counts, True, pick_backend(rows, w13))
         return product(activate(hidden, activation), w2, counts, True, pick_backend(rows, w2)), hidden
+    if int(counts.sum()) != rows.shape[0]:
+        raise ValueError(f"expert_mlp: counts sum to {int(counts.sum())}, but there are {rows.shape[0]} rows")
     hidden, out = rows.new_empty(rows.shape[0], w13.shape[1]), torch.empty_like(rows)
     for expert, start, stop in _blocks(counts):
         before = torch.mm(rows[start:stop], w13[expert].t(), out=hidden[start:stop])

@@ -55,7 +55,7 @@ class Trainer:
         if config.training.compile:
             # with dynamic shapes a recomputation may meet another graph than its forward
             dynamic = False if config.training.recompute else None
-            for block in self.model.blocks:
+            for block in self.model.all_blocks():
                 block.forward = torch.compile(block.forward, dynamic=dynamic)
         apply_recompute(self.model, config.training.recompute)
 

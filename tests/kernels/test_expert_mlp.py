@@ -188,3 +188,9 @@ def test_what_does_not_fit_is_a_value_error(change):
     expert_mlp(**fitting)
     with pytest.raises(ValueError, match=r"rows \[R, D\], w13 \[E, 2F, D\]"):
         expert_mlp(**(fitting | change))
+
+
+def test_counts_that_do_not_add_up_are_refused():
+    rows, w13, w2 = torch.ones(3, 4), torch.ones(2, 6, 4), torch.ones(2, 4, 3)
+    with pytest.raises(ValueError, match="counts sum to 2, but there are 3 rows"):
+        expert_mlp(rows, w13, w2, torch.tensor([1, 1]), "swiglu")
