@@ -91,7 +91,9 @@ def load_saved(path: Path, arguments: Sequence[str] = (), *, check_machine: bool
                 f"here {show(kept)}; leave it out, or start a new run",
                 name,
             )
-    return _finish(config, faults, check_machine)
+    return _finish(
+        config, faults, check_machine, at_hand=frozenset({"data.tokenizer"})
+    )  # it is in the folder
 
 
 def to_toml(config: RunConfig) -> str:
@@ -192,8 +194,12 @@ def _check_effect(preset: str | None, table: dict[str, Any], path: Path | None, 
         )
 
 
-def _finish(config: RunConfig, faults: Faults, check_machine: bool) -> RunConfig:
-    found = run_findings(config).found + (machine_findings(config).found if check_machine else [])
+def _finish(
+    config: RunConfig, faults: Faults, check_machine: bool, at_hand: frozenset[str] = frozenset()
+) -> RunConfig:
+    found = run_findings(config).found
+    if check_machine:
+        found += [finding for finding in machine_findings(config).found if not at_hand & set(finding[0])]
     faults.problems += [text for names, text in found if not faults.fields & set(names)]
     if faults.problems:
         raise ConfigError(faults.problems)

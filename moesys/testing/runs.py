@@ -109,7 +109,9 @@ class Session:
 
 def start(log: Path, arguments: list[str], prepare: Callable[..., None] | None = None, *args: Any) -> Session:
     """Start `moesys train` with these arguments; `prepare(*args)`, importable by name, runs in its process first."""
-    context = fork_server(__name__, mishaps.__name__, "moesys.training.run", "moesys.train_command")
+    context = fork_server(
+        __name__, mishaps.__name__, "moesys.training.run", "moesys.train_command", "torch._dynamo"
+    )
     log.touch()
     process = context.Process(target=_main, args=(log, arguments, prepare, args), daemon=True)
     process.start()
