@@ -42,8 +42,14 @@ def main(arguments: Sequence[str] | None = None) -> int:
     except (ValueError, OSError) as error:
         if options.debug:
             raise
-        print(f"moesys {options.command}: {str(error) or repr(error)}", file=sys.stderr)
+        print(f"moesys {options.command}: {_message(error)}", file=sys.stderr)
         return 2
+
+
+def _message(error: ValueError | OSError) -> str:
+    if isinstance(error, OSError) and error.strerror and error.filename is None:
+        return error.strerror  # a message of ours, without the errno that Python puts before it
+    return str(error) or repr(error)
 
 
 def _parser() -> argparse.ArgumentParser:

@@ -80,6 +80,12 @@ def file_limit(num_bytes: int) -> None:
     resource.setrlimit(resource.RLIMIT_FSIZE, (num_bytes, num_bytes))
 
 
+def slow_steps_and_file_limit(seconds: float, num_bytes: int) -> None:
+    """Both."""
+    slow_steps(seconds)
+    file_limit(num_bytes)
+
+
 def no_privileges() -> None:
     """Permissions count for this process even if root runs it: give up all capabilities."""
     version_3, this_process = 0x20080522, 0

@@ -22,7 +22,7 @@ from moesys.checkpoint import list_checkpoints, read_tensors
 from moesys.testing import mishaps
 from moesys.testing.processes import fork_server
 
-PATIENCE = 60.0
+PATIENCE = 120.0
 """Seconds after which a run that should have got somewhere has failed."""
 TIMED = ("tokens_per_second", "peak_memory_bytes")
 """Metrics that no two runs share."""

@@ -11,7 +11,7 @@ from pathlib import Path
 import pytest
 
 from moesys.checkpoint import list_checkpoints, verify
-from moesys.testing.mishaps import file_limit, no_privileges, slow_steps
+from moesys.testing.mishaps import file_limit, no_privileges, slow_steps, slow_steps_and_file_limit
 from moesys.testing.runs import assert_same, num_rows, options, rows, run, start
 
 pytestmark = pytest.mark.filterwarnings("ignore:torch.distributed is disabled")
@@ -106,7 +106,7 @@ def one_message(log: Path, *parts: str) -> None:
     text = log.read_text()
     assert "Traceback" not in text and "Exception" not in text, text
     message = text[text.index("moesys train: ") :]
-    assert message.count("\n") == 1, message
+    assert message.count("\n") == 1 and "Errno" not in message, message
     for part in parts:
         assert part in message, message
 
@@ -163,6 +163,13 @@ def test_a_checkpoint_that_the_system_refuses(tmp_path, finished):
     assert list((tmp_path / "run" / "checkpoints").iterdir()) == []
     assert run(tmp_path / "log", ["--resume", str(tmp_path / "run")]) == 0
     assert_same(tmp_path / "run", finished)
+
+
+def test_a_save_that_fails_in_the_background_ends_the_run_soon(tmp_path):
+    arguments = options(tmp_path, training__steps=40, checkpoint__interval=10)
+    assert run(tmp_path / "log", arguments, slow_steps_and_file_limit, 0.1, 50_000) == 2
+    one_message(tmp_path / "log", "saving checkpoint", "step-00000010 failed: File too large")
+    assert 10 <= num_rows(tmp_path / "run") < 18
 
 
 def test_metrics_that_cannot_be_written(tmp_path, finished):

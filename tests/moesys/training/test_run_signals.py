@@ -72,7 +72,7 @@ def test_a_second_interrupt_ends_at_once(tmp_path):
     process.send_signal(signal.SIGINT)
     begin = time.monotonic()
     text, _ = process.communicate(timeout=10)
-    assert time.monotonic() - begin < 2
+    assert time.monotonic() - begin < 5
     assert process.returncode == 130
     assert "(Ctrl-C again ends at once)" in text and "ended at once" in text and "Traceback" not in text
 
