@@ -56,7 +56,7 @@ class Trainer:
             # with dynamic shapes a recomputation may meet another graph than its forward
             dynamic = False if config.training.recompute else None
             for block in self.model.all_blocks():
-                block.forward = torch.compile(block.forward, dynamic=dynamic)
+                block.forward = torch.compile(block.forward, dynamic=dynamic)  # type: ignore[method-assign]
         apply_recompute(self.model, config.training.recompute)
 
     def tensors(self) -> dict[str, Tensor]:

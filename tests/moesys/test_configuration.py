@@ -97,7 +97,7 @@ def test_one_error_tells_every_problem(tmp_path: Path) -> None:
         f'training.batch_size = "16" ({path}): must be an integer; write for instance batch_size = 16',
         f'training.precision = "float16" ({path}): must be one of "float32", "bfloat16", "float64"; did you mean',
         f"optimizer.betas = [0.9] ({path}): must be 2 numbers; write for instance betas = [0.9, 0.95]",
-        "--training.steps x: must be an integer; write for instance --training.steps 1000",
+        "--training.steps x: must be an integer; write for instance --training.steps 1100",
         "data.held_out = 2.0: without data.validation a share",
         "optimizer.lr = -1.0: must be above 0",
         "checkpoint.keep = 0: must be at least 1",

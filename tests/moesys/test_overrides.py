@@ -112,7 +112,7 @@ def test_the_last_of_repeated_options_counts() -> None:
     [
         (
             ["--training.steps", "x"],
-            "--training.steps x: must be an integer; write for instance --training.steps 1000",
+            "--training.steps x: must be an integer; write for instance --training.steps 1100",
         ),
         (["--training.steps=1.5"], "--training.steps 1.5: must be an integer"),
         (["--training.steps"], "--training.steps: a value is missing, an integer"),

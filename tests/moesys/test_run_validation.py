@@ -84,7 +84,7 @@ BROKEN: list[tuple[dict[str, Any], str, str]] = [  # changes, fields named, word
     ({"training.recompute": "block,attention"}, "training.recompute", "separated by commas"),
     ({"training.precision": "float16"}, "training.precision", "one of"),
     ({"training.device": "tpu"}, "training.device", "one of"),
-    ({"model.mtp_depth": 256}, "model.mtp_depth training.sequence_length", "not that long"),
+    ({"model.mtp_depth": 512}, "model.mtp_depth training.sequence_length", "not that long"),
     (
         {"model.mtp_depth": 1, "training.mtp_weight": 0.0},
         "model.mtp_depth training.mtp_weight",
@@ -127,7 +127,7 @@ def test_a_broken_rule_is_told(changes: dict[str, Any], names: str, rule: str) -
         {"training.recompute": "attention, moe"},
         {"training.sequence_length": 1},
         {"model.moe_layers": "", "balance.z_loss_coef": 1.0},  # nothing to balance, and no harm
-        {"model.yarn_factor": 2.0, "model.yarn_original_length": 128},
+        {"model.yarn_factor": 2.0, "model.yarn_original_length": 256},
         {"model.vocab_size": 100, "data.tokenizer": "tokenizer.json"},
     ],
 )
