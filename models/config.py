@@ -16,13 +16,13 @@ class ModelConfig:
     """Rows of the embedding. A tokenizer trained on the spot gets this many entries."""
     d_model: int = 256
     """Width of the residual stream."""
-    num_layers: int = 6
+    num_layers: int = 5
     """Transformer blocks, multi-token-prediction modules not counted."""
-    tie_embeddings: bool = True
+    tie_embeddings: bool = False
     """Use the embedding as the output head."""
     norm_eps: float = 1e-6
     """Epsilon of every RMSNorm."""
-    init_std: float = 0.02
+    init_std: float = 0.03
     """Standard deviation of every weight matrix at the start."""
 
     attention: Literal["mla", "gqa"] = "mla"

@@ -47,7 +47,7 @@ def tiny_mixtral() -> ModelConfig:
 
 def tiny_dense() -> ModelConfig:
     """tiny-deepseek without experts, its feed-forward widened to the same number of active parameters."""
-    return ModelConfig(moe_layers="", d_ff=664)
+    return ModelConfig(moe_layers="", d_ff=672)
 
 
 def deepseek_v2_lite() -> ModelConfig:
@@ -141,6 +141,7 @@ def mixtral_8x7b() -> ModelConfig:
         vocab_size=32_000,
         d_model=4096,
         num_layers=32,
+        init_std=0.02,
         tie_embeddings=False,
         norm_eps=1e-5,
         attention="gqa",
@@ -164,6 +165,7 @@ def qwen3_30b_a3b() -> ModelConfig:
         vocab_size=151_936,
         d_model=2048,
         num_layers=48,
+        init_std=0.02,
         tie_embeddings=False,
         attention="gqa",
         num_heads=32,
@@ -187,6 +189,7 @@ def olmoe_1b_7b() -> ModelConfig:
         vocab_size=50_304,
         d_model=2048,
         num_layers=16,
+        init_std=0.02,
         tie_embeddings=False,
         norm_eps=1e-5,
         attention="gqa",
@@ -211,6 +214,8 @@ def switch_base_128() -> ModelConfig:
         vocab_size=32_128,
         d_model=768,
         num_layers=12,
+        tie_embeddings=True,
+        init_std=0.02,
         attention="gqa",
         num_heads=12,
         num_kv_heads=12,

@@ -53,21 +53,21 @@ class DataConfig:
 class OptimizerConfig:
     """AdamW and its schedule."""
 
-    lr: float = 3e-3
+    lr: float = 2.5e-3
     """Peak learning rate."""
     betas: tuple[float, float] = (0.9, 0.95)
     """Decay of the first and second moment."""
     eps: float = 1e-8
     """Added to the root of the second moment."""
-    weight_decay: float = 0.1
+    weight_decay: float = 0.02
     """Decoupled decay of weight matrices; norms, biases, embeddings and routers have none."""
     clip: float = 1.0
     """Largest global gradient norm; 0 turns clipping off."""
-    schedule: Literal["cosine", "linear", "wsd", "step", "constant"] = "cosine"
+    schedule: Literal["cosine", "linear", "wsd", "step", "constant"] = "linear"
     """Shape of the learning rate after the warm-up. "wsd" stays at the peak, then decays."""
     warmup_share: float = 0.05
     """Share of all steps in which the rate rises linearly from 0."""
-    min_lr_ratio: float = 0.1
+    min_lr_ratio: float = 0.02
     """Final learning rate as a share of the peak (cosine, linear, wsd)."""
     decay_share: float = 0.2
     """wsd: share of all steps, at the end, in which the rate decays."""
@@ -81,7 +81,7 @@ class OptimizerConfig:
 class TrainingConfig:
     """The loop."""
 
-    steps: int = 1100
+    steps: int = 880
     """Optimiser steps."""
     batch_size: int = 4
     """Sequences per optimiser step, over all ranks and micro-batches."""
@@ -106,7 +106,7 @@ class TrainingConfig:
     """Tokens whose logits exist at one time in the fused cross-entropy."""
     mtp_weight: float = 0.3
     """Weight of the multi-token-prediction loss (DeepSeek-V3: 0.3, later 0.1)."""
-    eval_interval: int = 250
+    eval_interval: int = 220
     """Steps between evaluations on held-out text; 0 evaluates at the end only."""
     eval_tokens: int = 65_536
     """Held-out tokens of an evaluation during training; the last one takes all of them."""

@@ -27,7 +27,7 @@ def test_the_default_is_tiny_deepseek() -> None:
 def test_tiny_switch_routes_as_switch_does() -> None:
     config = PRESETS["tiny-switch"]()
     assert (config.top_k, config.router, config.normalize_weights) == (1, "softmax", False)
-    assert (config.activation, config.num_shared_experts, config.moe_layer_indices) == ("relu", 0, (1, 3, 5))
+    assert (config.activation, config.num_shared_experts, config.moe_layer_indices) == ("relu", 0, (1, 3))
 
 
 def test_tiny_mixtral_routes_as_mixtral_does() -> None:

@@ -112,11 +112,11 @@ def test_the_last_of_repeated_options_counts() -> None:
     [
         (
             ["--training.steps", "x"],
-            "--training.steps x: must be an integer; write for instance --training.steps 1100",
+            "--training.steps x: must be an integer; write for instance --training.steps 880",
         ),
         (["--training.steps=1.5"], "--training.steps 1.5: must be an integer"),
         (["--training.steps"], "--training.steps: a value is missing, an integer"),
-        (["--optimizer.lr", "fast"], "must be a number; write for instance --optimizer.lr 0.003"),
+        (["--optimizer.lr", "fast"], "must be a number; write for instance --optimizer.lr 0.0025"),
         (["--optimizer.betas", "0.9"], "must be 2 numbers; write for instance --optimizer.betas 0.9 0.95"),
         (["--model.attention", "mha"], 'must be one of "mla", "gqa"; did you mean "mla"?'),
         (["--logging.wandb=true"], "takes no value; write --logging.wandb or --logging.no-wandb"),
