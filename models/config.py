@@ -23,7 +23,8 @@ class ModelConfig:
     norm_eps: float = 1e-6
     """Epsilon of every RMSNorm."""
     init_std: float = 0.03
-    """Standard deviation of every weight matrix at the start."""
+    """Standard deviation of weight matrices at the start; those that write into the residual stream have it divided
+    by sqrt(2 * num_layers)."""
 
     attention: Literal["mla", "gqa"] = "mla"
     """Multi-head latent attention (DeepSeek-V2) or grouped-query attention."""

@@ -46,7 +46,7 @@ def tiny_mixtral() -> ModelConfig:
 
 
 def tiny_dense() -> ModelConfig:
-    """tiny-deepseek without experts, its feed-forward widened to the same number of active parameters."""
+    """tiny-deepseek without experts, its feed-forward sized to the same number of active parameters."""
     return ModelConfig(moe_layers="", d_ff=672)
 
 

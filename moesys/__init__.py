@@ -1,3 +1,3 @@
-"""Train, benchmark and retrofit Mixture-of-Experts language models, with the same numbers on every layout."""
+"""Train Mixture-of-Experts language models, with numbers that do not depend on how the work is cut."""
 
 __version__ = "0.1.0"

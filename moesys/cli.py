@@ -29,7 +29,8 @@ def main(arguments: Sequence[str] | None = None) -> int:
     options = _parser().parse_args(arguments)
     # GNU OpenMP's threads spin for milliseconds when one waits for another; on a machine that does anything else
     # besides, that made a training step ten times slower. It has to be known before PyTorch is loaded.
-    os.environ.setdefault("GOMP_SPINCOUNT", "10000")
+    if "OMP_WAIT_POLICY" not in os.environ:
+        os.environ.setdefault("GOMP_SPINCOUNT", "10000")
     try:
         status = importlib.import_module(COMMANDS[options.command][0]).main(options.arguments)
         sys.stdout.flush()  # here and not at exit, where a failure could not be told

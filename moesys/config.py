@@ -17,8 +17,8 @@ class BalanceConfig:
     """How the load of the experts is kept even. Penalties act in training only, never in evaluation."""
 
     bias_rate: float = 0.01
-    """Step of the selection bias per optimiser step (auxiliary-loss-free balancing); 0 turns it off. The default suits
-    runs of a thousand steps; DeepSeek-V3 took 0.001 over its far longer one."""
+    """Step of the selection bias per optimiser step (auxiliary-loss-free balancing); 0 turns it off. The default
+    suits runs of a thousand steps; DeepSeek-V3 took 0.001 over its far longer one."""
     loss_coef: float = 0.0001
     """Coefficient of the load-balance loss E/k * sum f_e P_e, summed over layers (1.0 = uniform)."""
     loss_scope: Literal["sequence", "batch"] = "sequence"
@@ -60,7 +60,7 @@ class OptimizerConfig:
     eps: float = 1e-8
     """Added to the root of the second moment."""
     weight_decay: float = 0.02
-    """Decoupled decay of weight matrices; norms, biases, embeddings and routers have none."""
+    """Decoupled decay of weight matrices; norms, biases, embeddings, the head and routers have none."""
     clip: float = 1.0
     """Largest global gradient norm; 0 turns clipping off."""
     schedule: Literal["cosine", "linear", "wsd", "step", "constant"] = "linear"

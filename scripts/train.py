@@ -58,6 +58,7 @@ def main(arguments: list[str]) -> None:
         data.validation,
         sequence_length=training.sequence_length,
         batch_size=training.micro_batch_size,
+        chunk=training.loss_chunk,
         cross_document_attention=config.data.cross_document_attention,
     )
     print(f"held-out: {found.bits_per_byte:.4f} bits per byte (xz -9: {data.xz_bits_per_byte():.4f})")

@@ -15,7 +15,7 @@ def is_gated(activation: str) -> bool:
 
 
 def activate(x: Tensor, activation: str) -> Tensor:
-    """Apply a feed-forward activation, without autograd.
+    """Apply a feed-forward activation.
 
     "swiglu", "geglu" (Shazeer 2020): x [R, 2F] = gate, then up -> act(gate) * up [R, F];
     "gelu" (exact), "relu": the same shape.

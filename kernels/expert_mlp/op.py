@@ -30,10 +30,12 @@ def expert_mlp(rows: Tensor, w13: Tensor, w2: Tensor, counts: Tensor, activation
     experts, inner, width = w13.shape
     half = inner // 2 if is_gated(activation) else inner
     fits = rows.dim() == 2 and rows.shape[1] == width and w2.shape == (experts, width, half)
-    if not fits or counts.shape != (experts,):
+    if not fits or counts.shape != (experts,) or not rows.dtype == w13.dtype == w2.dtype:
         raise ValueError(
-            "expert_mlp takes rows [R, D], w13 [E, 2F, D] ([E, F, D] without a gate), w2 [E, D, F], counts [E]; got "
-            f"{tuple(rows.shape)}, {tuple(w13.shape)}, {tuple(w2.shape)}, {tuple(counts.shape)} for {activation}"
+            "expert_mlp takes rows [R, D], w13 [E, 2F, D] ([E, F, D] without a gate), w2 [E, D, F] of one dtype and "
+            "counts [E]; got "
+            f"{tuple(rows.shape)}, {tuple(w13.shape)}, {tuple(w2.shape)}, {tuple(counts.shape)} for {activation} in "
+            f"{rows.dtype}, {w13.dtype}, {w2.dtype}"
         )
     return torch.ops.moesys.expert_mlp(rows, w13, w2, counts, activation)[0]
 

@@ -1,4 +1,4 @@
-"""The obviously right grouped GEMM that every other one is tested against."""
+"""The obviously right grouped GEMM."""
 
 from __future__ import annotations
 

@@ -11,7 +11,7 @@ import psutil
 import torch
 from torch import Tensor
 
-from moesys.benchmarks import machine
+from moesys import machine
 from moesys.benchmarks.contender import Contender, time_step
 from moesys.models.config import ModelConfig
 

@@ -18,7 +18,7 @@ import torch
 import tyro
 from torch import Tensor
 
-from moesys.benchmarks import machine
+from moesys import machine
 from moesys.benchmarks.contender import Contender, draw_tokens, imbalance, time_step
 from moesys.benchmarks.families import FAMILIES
 from moesys.benchmarks.flops import step_flops

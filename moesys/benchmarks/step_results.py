@@ -11,7 +11,7 @@ from pathlib import Path
 from statistics import median
 from typing import Any
 
-from moesys.benchmarks import machine
+from moesys import machine
 from moesys.benchmarks.transformers_models import Implementation, Trial
 from moesys.models.config import ModelConfig
 

@@ -35,6 +35,8 @@ def diverged(folder: Path, step: int, bad_steps: int, where: str) -> DivergedErr
             advice += f" (remove the newer {' and '.join(doubtful)} to go on from it)"
     else:
         advice = "there is no checkpoint from before"
+        if doubtful:
+            advice += f" (only {' and '.join(doubtful)}, whose weights may be what is wrong: start a new run)"
     return DivergedError(
         f"step {step}: the loss or the gradient was not finite for {bad_steps} steps in a row, now in {where}; "
         f"{advice}. `moesys train --resume {folder}` with a lower --optimizer.lr, a longer --optimizer.warmup-share "

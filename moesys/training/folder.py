@@ -7,7 +7,6 @@ import fcntl
 import json
 import os
 import platform
-import subprocess
 import sys
 from collections.abc import Iterator
 from contextlib import contextmanager, suppress
@@ -22,6 +21,7 @@ import torch
 from moesys.config import RunConfig
 from moesys.configuration import to_toml
 from moesys.data import Tokenizer
+from moesys.machine import commit
 
 MARKS = ("config.toml", "metrics.jsonl", "checkpoints")
 """A folder with one of these holds a run."""
@@ -119,26 +119,10 @@ def environment() -> dict[str, Any]:
         "python": platform.python_version(),
         "platform": platform.platform(),
         "packages": packages,
-        "commit": _commit(),
+        "commit": commit(),
         "threads": torch.get_num_threads(),
         "device": torch.cuda.get_device_name() if torch.cuda.is_available() else "cpu",
     }
-
-
-def _commit() -> str | None:
-    """Commit of the checkout that this package runs from, if it does."""
-    here = Path(__file__).resolve().parent
-    try:
-        found = subprocess.run(
-            ["git", "-C", str(here), "rev-parse", "--short=12", "HEAD"],
-            capture_output=True,
-            text=True,
-            timeout=5,
-            check=False,
-        )
-    except (OSError, subprocess.TimeoutExpired):
-        return None
-    return found.stdout.strip() or None
 
 
 def _next_free(parent: Path, preset: str) -> Path:

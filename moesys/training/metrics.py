@@ -5,8 +5,6 @@ from __future__ import annotations
 import json
 import math
 import os
-import resource
-import sys
 from collections.abc import Mapping
 from contextlib import AbstractContextManager
 from dataclasses import asdict
@@ -16,6 +14,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from moesys.machine import peak_memory
 from moesys.models.moe import RoutingReport
 from moesys.routing.load import load_figures
 from moesys.training.folder import writing
@@ -25,8 +24,7 @@ def peak_memory_bytes(device: torch.device) -> int:
     """Most memory in use so far: allocated on the GPU, or resident in this process."""
     if device.type == "cuda":
         return torch.cuda.max_memory_allocated(device)
-    peak = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
-    return peak if sys.platform == "darwin" else peak * 1024
+    return peak_memory()
 
 
 class RoutingCounts:

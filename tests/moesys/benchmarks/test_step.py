@@ -11,8 +11,8 @@ from types import SimpleNamespace
 import pytest
 import torch
 
-from moesys import benchmarks
-from moesys.benchmarks import machine, step, transformers_models
+from moesys import benchmarks, machine
+from moesys.benchmarks import step, transformers_models
 from moesys.benchmarks.contender import Contender, draw_tokens
 from moesys.benchmarks.families import FAMILIES
 from moesys.benchmarks.memory import peak_memory_alone

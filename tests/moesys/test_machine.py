@@ -9,7 +9,7 @@ import sys
 import pytest
 import torch
 
-from moesys.benchmarks import machine
+from moesys import machine
 
 MiB = 2**20
 
