@@ -112,9 +112,10 @@ class Run:
     def go(self) -> None:
         """Train to the last step, evaluate, and say what to do next."""
         state, checkpoint = self.state, self.config.checkpoint
-        print(introduction(self.folder, self.config, self.data.description, self.trainer.device), flush=True)
         written = state.step - (state.pending is not None)
         with ExitStack() as stack:
+            stop = stack.enter_context(StopSignals())  # before anything is said that somebody may answer
+            print(introduction(self.folder, self.config, self.data.description, self.trainer.device), flush=True)
             metrics = MetricsFile(self.folder / "metrics.jsonl", keep_steps=written)
             stack.callback(metrics.close)
             recorders = Recorders(self.config, self.folder)
@@ -123,7 +124,6 @@ class Run:
                 self.folder / "checkpoints", keep=checkpoint.keep, asynchronous=checkpoint.asynchronous
             )
             stack.callback(saver.close)
-            stop = stack.enter_context(StopSignals())
             if state.step < self.config.training.steps:
                 (self.folder / "summary.json").unlink(missing_ok=True)
             with TrainingProgress(state.step, self.config.training.steps) as progress:

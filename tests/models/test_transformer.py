@@ -222,7 +222,7 @@ def test_a_prediction_module_does_not_see_further_than_its_token():
 
 
 def test_tied_and_untied_head():
-    tied, untied = random_model(tiny()), random_model(tiny(tie_embeddings=False))
+    tied, untied = (random_model(tiny(tie_embeddings=tie)) for tie in (True, False))
     assert tied.head_weight is tied.embedding
     assert "head" not in dict(tied.named_parameters())
     state = tied.state_dict()

@@ -141,7 +141,13 @@ def start(run: Path, *arguments: str, **environment: str) -> subprocess.Popen[by
     # An empty PYTHONUNBUFFERED leaves stdout buffered whatever the surroundings say.
     environment = {**os.environ, "PYTHONUNBUFFERED": "", **environment}
     return subprocess.Popen(
-        command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, cwd=ROOT, env=environment
+        command,
+        stdout=subprocess.PIPE,
+        stderr=subprocess.PIPE,
+        cwd=ROOT,
+        env=environment,
+        # a shell's background job ignores Ctrl-C
+        preexec_fn=lambda: signal.signal(signal.SIGINT, signal.SIG_DFL),
     )
 
 

@@ -203,7 +203,7 @@ def test_a_run_in_progress_estimates_and_counts(
     text = report(capsys, run).plain
     assert "step 60 of 100" in text
     assert "Wall timeabout 2 min 0 s" in text  # 60 steps of 4,000 tokens at 2,000 a second
-    assert "Parameters11.3 M" in text  # tiny-deepseek, counted from its configuration
+    assert "Parameters12.4 M" in text  # tiny-deepseek with six layers, counted from its configuration
     assert "The last line of metrics.jsonl is not whole" in text
 
 

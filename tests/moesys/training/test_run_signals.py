@@ -81,8 +81,8 @@ def test_a_signal_during_an_evaluation_loses_nothing(tmp_path, reference):
     """Twice in the evaluation after step 5: its metrics wait in the checkpoint until it can be done."""
     folder = tmp_path / "run"
     arguments = options(tmp_path, checkpoint__interval=0)
-    for _ in range(2):
-        session = start(tmp_path / "log", arguments, slow_evaluation, 0.5)
+    for attempt in range(2):
+        session = start(tmp_path / f"log-{attempt}", arguments, slow_evaluation, 0.5)
         session.wait_for(lambda: (folder / "metrics.jsonl").exists() and num_rows(folder) == 4)
         session.wait_for(lambda: "device" in session.text())  # noqa: B023  of this session: it has begun
         time.sleep(0.8)

@@ -14,7 +14,8 @@ SCHEDULES = ["cosine", "linear", "wsd", "step", "constant"]
 
 
 def rate(step: int, steps: int = 110, **fields) -> float:
-    return learning_rate(OptimizerConfig(**{"lr": 2.0, "warmup_share": 1 / 11, **fields}), step, steps)
+    fields = {"lr": 2.0, "warmup_share": 1 / 11, "min_lr_ratio": 0.1, **fields}
+    return learning_rate(OptimizerConfig(**fields), step, steps)
 
 
 @pytest.mark.parametrize("schedule", SCHEDULES)
