@@ -13,7 +13,7 @@ import torch
 from torch import Tensor
 
 from moesys.kernels.activation import activate, activate_backward, is_gated
-from moesys.kernels.grouped_gemm.op import outer_product, pick_backend, product
+from moesys.kernels.grouped_gemm import outer_product, pick_backend, product
 
 BLOCK_ROWS = 1024
 """Rows that a CPU takes through all products and the activation at a time, so that they stay in its cache."""
