@@ -26,7 +26,8 @@ def main(arguments: Sequence[str] | None = None) -> int:
 
     0 is success, 2 a mistake of the user or the surroundings (told in one message on stderr), 130 an interrupt.
     """
-    options = _parser().parse_args(arguments)
+    arguments = sys.argv[1:] if arguments is None else arguments
+    options = _parser().parse_args(arguments or ["--help"])
     # GNU OpenMP's threads spin for milliseconds when one waits for another; on a machine that does anything else
     # besides, that made a training step ten times slower. It has to be known before PyTorch is loaded.
     if "OMP_WAIT_POLICY" not in os.environ:

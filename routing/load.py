@@ -36,7 +36,7 @@ def load_figures(chosen: Tensor, computed: Tensor) -> LoadFigures:
     return LoadFigures(
         share=share.tolist(),
         max_violation=float(share.max() * len(share) - 1),
-        entropy=float(-torch.special.xlogy(share, share).sum()),
+        entropy=abs(float(torch.special.xlogy(share, share).sum())),  # the sum is never above 0
         dropped_share=float(1 - computed.sum() / total),
         dead=int((chosen == 0).sum()),
     )

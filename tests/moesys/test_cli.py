@@ -33,6 +33,13 @@ def test_help_lists_the_commands() -> None:
         assert f"  {name} " in result.stdout and line in result.stdout
 
 
+def test_no_command_at_all_shows_the_help(capsys: pytest.CaptureFixture[str]) -> None:
+    with pytest.raises(SystemExit) as ended:
+        cli.main([])
+    assert ended.value.code == 0
+    assert "commands:" in capsys.readouterr().out
+
+
 def test_help_loads_nothing_heavy() -> None:
     code = (
         "import sys; from moesys.cli import main\n"

@@ -92,3 +92,8 @@ def test_skewed_logits_even_out():
     assert windows[0] > 0.5
     assert all(later < earlier or later < 0.05 for earlier, later in pairwise(windows))
     assert windows[-1] < 0.1
+
+
+def test_the_entropy_of_one_busy_expert_is_a_plain_zero():
+    figures = load_figures(torch.tensor([5, 0]), torch.tensor([5, 0]))
+    assert str(figures.entropy) == "0.0"
