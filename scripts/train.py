@@ -5,6 +5,7 @@
 takes the same configuration as `moesys train` and gives the same numbers; that command adds live progress,
 metrics.jsonl, checkpoints on the way, and an orderly end on a signal. Its --resume goes on with a run of this
 script as well.
+It skips the update of a step that is not finite, as the command does, but goes on however many there are.
 """
 
 from __future__ import annotations
